@@ -25,10 +25,8 @@ from ebbtide.planning import (
     StepProfile,
     StepTiming,
     StorageId,
-    keep_all,
 )
 from ebbtide.planning.contest import inflight_choices
-from ebbtide.planning.follow import engine_names
 from ebbtide.planning.hardware import FIGURES
 from ebbtide.runtime.layers import find_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
@@ -114,9 +112,28 @@ def fake_profile(
     )
 
 
-def engine_name_of(profile: StepProfile, plan: Plan | None = None) -> dict[StorageId, Any]:
-    """By its name in a profile, the layer and number that the engine gives a storage."""
-    return engine_names(profile, keep_all(profile) if plan is None else plan)
+def engine_name_of(
+    profile: StepProfile, plan: Plan | None = None
+) -> dict[StorageId, tuple[int | None, int]]:
+    """By its name in a profile, the layer and number by which the engine knows a storage first.
+
+    What a recomputed layer's input is saved as, which has no name in a plan, is left out.
+    """
+    names: dict[StorageId, tuple[int | None, int]] = {}
+    inputs: set[StorageId | None] = set()
+    calls = outside = 0
+    for index, layer in enumerate(profile.layers):
+        call, first = (None, outside) if layer.between else (calls, 0)
+        if plan is not None and plan.layers[index].mode is not LayerMode.AS_IS:
+            inputs.add(layer.input_same_as)
+        else:
+            for each in layer.storages:
+                name = each.same_as or StorageId(index, each.number)
+                if name not in inputs:
+                    names.setdefault(name, (call, first + each.number))
+        calls += not layer.between
+        outside += len(layer.storages) if layer.between else 0
+    return names
 
 
 # ---- generated cases -----------------------------------------------------------------------------

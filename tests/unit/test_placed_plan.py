@@ -122,8 +122,9 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
     placed = place(profile, plan)
     followed = {(each.layer, each.number): each.decision for each in storages}
-    assert {name: followed.get(name) for name in placed.decisions} == {
-        name: decision.value for name, decision in placed.decisions.items()
+    names = set(engine_name_of(profile, plan).values())
+    assert {name: followed.get(name) for name in names} == {
+        name: placed.decisions[name].value for name in names
     }
     sizes: dict[tuple[int | None, int], int] = {}
     for each in storages:
@@ -134,11 +135,14 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
             assert sizes[engine_name] == profile.storage(first).size_bytes
 
 
-@pytest.mark.parametrize("seed", seeds(4, 12))
-def test_a_plan_from_a_step_that_ran_names_the_storages_that_it_is_for(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(3, 12))
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_from_a_step_that_ran_names_the_storages_that_it_is_for(
+    name: str, seed: int
+) -> None:
     """Layers of a UNet share what layers before them save, in any place of their order."""
     torch.manual_seed(seed)
-    make_model, make_batch = CASES["unet"]
+    make_model, make_batch = CASES[name]
     model, batch = make_model(), make_batch()
     policy = ActivationPolicy(min_bytes=1)
     with ebbtide.offload(model, budget="1024GiB", activations=policy) as handle:
@@ -152,9 +156,9 @@ def test_a_plan_from_a_step_that_ran_names_the_storages_that_it_is_for(seed: int
         train(model, batch, seed)
         kept = [each for each in handle.inspect().storages if each.decision == "keep"]
     sizes = {(each.layer, each.number): each.size_bytes for each in kept}
-    for name, engine_name in engine_name_of(profile, plan).items():
-        planned_bytes = profile.storage(name).size_bytes
-        assert sizes.get(engine_name, planned_bytes) == planned_bytes, name
+    for each, engine_name in engine_name_of(profile, plan).items():
+        planned_bytes = profile.storage(each).size_bytes
+        assert sizes.get(engine_name, planned_bytes) == planned_bytes, each
 
 
 @pytest.mark.parametrize("seed", seeds(3, 6))

@@ -30,8 +30,8 @@ class InspectedStorage:
             layers.
         name: qualified name of that layer's module.
         microbatch: number of the forward within the step, from 0.
-        number: number of the storage among those that the layer's call saved first, from 0. Layer
-            and number together identify the storage in every step of the same model.
+        number: number of the storage among those that the layer's call saved, from 0. Layer and
+            number together identify the storage in every step of the same model.
         size_bytes: size of the storage or view.
         moved_bytes: number of bytes in each copy of it; less than `size_bytes` if the bytes are
             packed, 0 if the storage is not copied.
@@ -40,7 +40,8 @@ class InspectedStorage:
             stayed, ``"-"`` if they were rebuilt.
         rebuilt_from: layer and number of the storages that it was rebuilt from.
         saves: number of saved tensors that shared the storage.
-        shared_by: indices of the other layers that saved it; None stands for code outside layers.
+        shared_by: indices of the other layers that saved it; None stands for each part of the code
+            outside layers.
         offloaded_s: seconds from the start of the step until its copy to the store was complete.
             None if there was no copy, or the step was not traced (``trace=True``).
         reloaded_s: the same for its last copy back to the device.
@@ -48,8 +49,7 @@ class InspectedStorage:
         dtype: its type, such as ``"float32"``.
         saved_by: the operation that saved it first, such as ``"Gelu"``; empty if no backward has
             read it.
-        shared_after: for each of `shared_by`, how many storages it had been the first to save by
-            then.
+        shared_as: for each of `shared_by`, the number of the storage among those that it saved.
     """
 
     layer: int | None
@@ -68,7 +68,7 @@ class InspectedStorage:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     saved_by: str = ""
-    shared_after: tuple[int, ...] = ()
+    shared_as: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """Return size, type and shape, and which operation of which layer saved it."""
@@ -207,6 +207,9 @@ def inspect_engine(engine: Engine) -> Inspection:
 
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:
     layer = record.layer
+    numbers = list((record.numbers or {}).items())
+    if layer is None:
+        del numbers[0]  # its own
     times = {what: event.since(origin) for what, event in record.copies if origin is not None}
     return InspectedStorage(
         layer=None if layer is None else layer.index,
@@ -219,8 +222,8 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         tier=record.tier or ("device" if record.decision.value == "keep" else "-"),
         rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
         saves=record.saves,
-        shared_by=tuple(_index(other) for other in record.shared or ()),
-        shared_after=tuple((record.shared or {}).values()),
+        shared_by=tuple(place if place >= 0 else None for place, _ in numbers),
+        shared_as=tuple(number for _, number in numbers),
         offloaded_s=times.get("offload"),
         reloaded_s=times.get("reload"),
         shape=tuple(record.shape),
@@ -276,7 +279,8 @@ def _storage_lines(storages: Sequence[InspectedStorage]) -> Iterable[str]:
         place = "outside layers" if each.layer is None else f"{each.layer} {each.name}".rstrip()
         if each.microbatch:
             place = f"{place}.m{each.microbatch}"
-        also = ", ".join("-" if other is None else str(other) for other in each.shared_by)
+        others = dict.fromkeys("-" if other is None else str(other) for other in each.shared_by)
+        also = ", ".join(others)
         yield _shorten(
             f"{place[:24]:<24} {each.number:>3} {format_size(each.size_bytes):>10}  "
             f"{each.decision:<8} {each.tier:<6} {each.saves:>5}  {also}"

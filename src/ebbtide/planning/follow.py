@@ -1,17 +1,12 @@
-"""Translates a plan into what the engine's placement follows.
-
-[Note: numbers under a plan] The engine numbers the storages that a layer's call is the first to
-save. A layer that is recomputed saves its input alone, so a later layer may be the first to save
-what it shares with it, and has other numbers than under another plan.
-"""
+"""Translates a plan into what the engine's placement follows."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, final
+from collections.abc import Iterable
+from typing import final
 
 from torch import nn
 
@@ -19,7 +14,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import StorageUses
-from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.windows import backward_groups
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime import handles as records
@@ -35,18 +30,6 @@ _DECISIONS = {
 }
 
 
-class EngineName(NamedTuple):
-    """What the engine calls a storage.
-
-    Attributes:
-        layer: number of the layer's call in the forward; None outside layers.
-        number: number of the storage among those that the call is the first to save.
-    """
-
-    layer: int | None
-    number: int
-
-
 def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
     """Return what the engine is to do with each layer and storage.
 
@@ -57,17 +40,23 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
     uses = StorageUses(profile)
     chosen = uses.under(plan).decisions
     decisions: dict[tuple[int | None, int], records.Decision] = {}
-    for name, engine_name in _first_saves(profile, plan):
-        decisions[engine_name] = _DECISIONS[chosen[uses.pieces[name]]]
-    layers = zip(plan.layers, profile.layers, uses.inputs, strict=True)
-    calls = [(layer.mode, source) for layer, known, source in layers if not known.between]
     recomputed, kept_inputs = set(), set()
-    for index, (mode, source) in enumerate(calls):
-        if mode is not LayerMode.AS_IS:
-            recomputed.add(index)
+    calls = outside = 0  # numbers of the next call, and of the next storage outside layers
+    for index, (layer, planned) in enumerate(zip(profile.layers, plan.layers, strict=True)):
+        call, first = (None, outside) if layer.between else (calls, 0)
+        if planned.mode is LayerMode.AS_IS:
+            for piece, storage in zip(uses.saves[index], layer.storages, strict=True):
+                decisions[call, first + storage.number] = _DECISIONS[chosen[piece]]
+        else:
+            recomputed.add(calls)
+            source, keeps = uses.inputs[index], planned.mode is LayerMode.RECOMPUTE
             # The loop holds its batch, so that would only be there twice after a copy.
-            if mode is LayerMode.RECOMPUTE or source is None or chosen[source] is Decision.KEEP:
-                kept_inputs.add(index)
+            if keeps or source is None or chosen[source] is Decision.KEEP:
+                kept_inputs.add(calls)
+        if layer.between:
+            outside += len(layer.storages)
+        else:
+            calls += 1
     knows_outside = any(layer.between for layer in profile.layers)
     return PlannedLayers(
         decisions,
@@ -99,32 +88,6 @@ def _windows(profile: StepProfile, plan: Plan, uses: StorageUses) -> PassWindows
     pairs = zip(forward, profile.layers, strict=True)
     calls = [window for window, layer in pairs if not layer.between]
     return PassWindows(calls, between, Window(plan.windows[count], 0), backward)
-
-
-def engine_names(profile: StepProfile, plan: Plan) -> dict[StorageId, EngineName]:
-    """Return the engine's name of each storage that is saved under a plan, by its first save."""
-    return dict(_first_saves(profile, plan))
-
-
-def _first_saves(profile: StepProfile, plan: Plan) -> Iterator[tuple[StorageId, EngineName]]:
-    """Yield what is saved outside of recomputed layers, as the engine meets it."""
-    known: set[StorageId] = set()
-    calls = outside = 0
-    for index, (layer, chosen) in enumerate(zip(profile.layers, plan.layers, strict=True)):
-        number, call = (outside, None) if layer.between else (0, calls)
-        calls += not layer.between
-        if chosen.mode is not LayerMode.AS_IS:
-            if layer.input_same_as is not None:
-                known.add(layer.input_same_as)
-            continue
-        for storage in layer.storages:
-            name = storage.same_as or StorageId(index, storage.number)
-            if name not in known:
-                known.add(name)
-                yield name, EngineName(call, number)
-                number += 1
-        if layer.between:
-            outside = number
 
 
 # ---- Follows a plan that was made before ----

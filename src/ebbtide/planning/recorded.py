@@ -10,6 +10,7 @@ layers belongs behind the last layer that had saved something.
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
 import re
 import sys
@@ -126,32 +127,37 @@ def _placed(records: Iterable[InspectedStorage]) -> Iterator[tuple[InspectedStor
 def _saves(
     placed: Sequence[tuple[InspectedStorage, int]], indices: Mapping[int, int]
 ) -> list[tuple[int, _EngineName, list[InspectedStorage]]]:
-    """Return what each layer saves, in the order in which it does so, and the views of it.
+    """Return what each layer saves, in the order of its numbers, and the views of it.
 
     Args:
         placed: what was saved first, with the slots of those that did.
         indices: the layers of the slots.
     """
     views: dict[_EngineName, list[InspectedStorage]] = defaultdict(list)
-    firsts: dict[_EngineName, int] = {}
+    firsts: dict[_EngineName, _EngineName] = {}  # of all names of a storage, the first one
+    gaps: list[tuple[int, int]] = []  # numbers outside layers, and their slots
     for record, slot in placed:
-        views[record.layer, record.number].append(record)
-        firsts.setdefault((record.layer, record.number), indices[slot])
-    # Outside layers, all gaps are numbered as one, and what is shared there is in the gap of the
-    # next storage that is first saved there.
-    found = [(index, name[1], 1, name) for name, index in firsts.items()]
-    for name, several in views.items():
-        shares = {
-            other: after
-            for each in reversed(several)
-            for other, after in zip(each.shared_by, each.shared_after, strict=True)
-        }
-        for other, after in shares.items():
-            index = firsts.get((None, after)) if other is None else indices[2 * other]
-            if index is not None and index > firsts[name]:
-                found.append((index, after, 0, name))
-    found.sort(key=lambda each: each[:3])
-    return [(index, name, views[name]) for index, *_, name in found]
+        name = record.layer, record.number
+        first = firsts.setdefault(name, name)
+        views[first].append(record)
+        if record.layer is None:
+            gaps.append((record.number, slot))
+        for other in zip(record.shared_by, record.shared_as, strict=True):
+            firsts.setdefault(other, first)
+    # Outside layers, all gaps are numbered as one, and what is shared there is taken to be in the
+    # gap of the next storage that is saved there first.
+    gaps.sort()
+    found = []
+    for name, first in firsts.items():
+        layer, number = name
+        if layer is not None:
+            found.append((indices[2 * layer], number, first))
+            continue
+        following = bisect.bisect_left(gaps, (number, -1))
+        if following < len(gaps):
+            found.append((indices[gaps[following][1]], number, first))
+    found.sort()
+    return [(index, first, views[first]) for index, _, first in found]
 
 
 def _saved(

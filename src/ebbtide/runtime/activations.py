@@ -54,7 +54,7 @@ class Scope:
             [Note: tensors saved before they are written] in `ebbtide.runtime.activations`.
         offloads: whether storages are offloaded by default; see `ebbtide.runtime.rebuild`.
         unit: the records of the layer's unit in a schedule; None without a schedule.
-        count: number of storages first saved in this scope, which is the number of the next one.
+        count: number of storages saved in this scope, which is the number of the next one.
         entered: whether a replacement of the layer's forward was called.
         first: of a forward, the number of its first layer.
         called: of a forward, the names of the layers that it has called.
@@ -70,6 +70,32 @@ class Scope:
     entered: bool = False
     first: int = 0
     called: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> int:
+        """Index of the layer; outside layers, a negative number for each part between layers."""
+        return ~(self.first + len(self.called)) if self.layer is None else self.layer.index
+
+    def number_storage(self, known: StorageRecord | None) -> int:
+        """Return the number of a storage among those that this scope saves.
+
+        A storage has a number in each scope that saves it, so that it has the same one whatever
+        another scope does with it.
+
+        Args:
+            known: a record of the storage; None if it has none yet.
+        """
+        if known is not None:
+            if known.layer is self.layer and self.layer is not None:
+                return known.number
+            if known.numbers is None:
+                known.numbers = {}
+            number = known.numbers.get(self.place)
+            if number is not None:
+                return number
+            known.numbers[self.place] = self.count
+        self.count += 1
+        return self.count - 1
 
     @property
     def must_stay(self) -> bool:
@@ -322,10 +348,6 @@ class Activations:
             if record.ordinal >= 0:
                 record.forward.note_save(record.ordinal)
             scope = self.scopes.current  # None if another model shares it at their border
-            layer = record.layer if scope is None else scope.layer
-            if layer is not record.layer:
-                record.shared = record.shared or {}
-                record.shared.setdefault(layer, 0 if scope is None else scope.count)
             if record.buffer is not None:
                 record.unread += 1
             self._count_handle(record, scope)
@@ -817,7 +839,7 @@ def _make_record(
 ) -> StorageRecord:
     """Make the record of a storage that is first saved in a scope."""
     log = scope.forward
-    return StorageRecord(
+    record = StorageRecord(
         scope.layer,
         log.number,
         size_bytes,
@@ -829,6 +851,9 @@ def _make_record(
         log,
         unpacked_bytes=size_bytes,
     )
+    if scope.layer is None:
+        record.numbers = {scope.place: number}
+    return record
 
 
 # ---- Bounds the bytes in flight pass by pass, as a plan says ----

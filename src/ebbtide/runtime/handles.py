@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor
 
-from ebbtide.devices.device import AbstractEvent, Layer
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.record import (
     DROPPED,
@@ -447,7 +447,7 @@ class StorageRecord(Record):
     Attributes:
         address: address of the storage; valid while `identity` exists or the bytes are KEPT.
         version: version counter of the saved tensors that share this record.
-        number: number of the storage among those that the layer's call saved first, from 0. Views
+        number: number of the storage among those that the layer's call saves, from 0. Views
             gathered from one storage all have the number of that storage.
         decision: whether the storage is kept, offloaded or rebuilt.
         forward: the log of the forward that saved it first.
@@ -468,8 +468,8 @@ class StorageRecord(Record):
         unit: records of the schedule's unit with which this record moves; None if there is none.
         unwritten: whether the operator that saved the storage may still write it, so that its copy
             has not begun.
-        shared: layers other than `layer` that also saved the storage, each with how many storages
-            it had been the first to save by then; None without one.
+        numbers: by the place of each scope that saved the storage, its number there; see
+            `Scope.place`. None while a layer is the only one.
         saves: number of saved tensors that ever shared the record; `handles` counts the live ones.
         shape: shape of the saved tensor.
         dtype: its type.
@@ -494,7 +494,7 @@ class StorageRecord(Record):
     unit: UnitRecords | None = field(default=None, init=False)
     tier: str = field(default="", init=False)
     unwritten: bool = field(default=False, init=False)
-    shared: dict[Layer | None, int] | None = field(default=None, init=False)
+    numbers: dict[int, int] | None = field(default=None, init=False)
     saves: int = field(default=0, init=False)
     shape: tuple[int, ...] = field(default=(), init=False)
     dtype: torch.dtype | None = field(default=None, init=False)

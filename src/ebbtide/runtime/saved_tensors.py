@@ -534,8 +534,7 @@ class SavedTensorHooks:
             if self._unsharded.is_sharded and self._unsharded.own(storage):
                 self._account.meter.parameter_bytes += tensor.nbytes
                 return pass_through(tensor)
-            number = scope.count
-            scope.count += 1
+            number = scope.number_storage(None)
             decision, call = self._placement.decide(scope, number, tensor, storage)
             if decision is OFFLOAD:
                 return self._offload(tensor, version, storage, number, None)
@@ -543,8 +542,9 @@ class SavedTensorHooks:
                 return self._keep(tensor, version, storage, number)
             record = activations.leave_out(storage, version, number, call)
             return RecordedTensor(activations, record, tensor)
+        number = scope.number_storage(first)
         if first.decision is OFFLOAD:
-            return self._offload(tensor, version, storage, first.number, first)
+            return self._offload(tensor, version, storage, number, first)
         activations.share(first)
         return RecordedTensor(activations, first, tensor)
 
