@@ -34,7 +34,6 @@ from ebbtide.devices.simulated import POISON
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
-from ebbtide.runtime.layers import find_layers, match_layers
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
 from ebbtide.runtime.stats import StepStats
@@ -253,11 +252,11 @@ def verify(
         steps: training steps in each run.
         offload: arguments of `ebbtide.offload`. None: all activations are offloaded, however small.
         offloader: another library's offloading is verified instead: ``"save_on_cpu"``,
-            ``"torchtune"``, ``"trl"``, ``"deepspeed"``, ``"transformer_engine"``, or a function. It
-            is called with the model for each step, and returns a context manager that surrounds the
-            step's forwards and backwards. Copies and kernels are late then, the targets of copies
-            and freed memory are overwritten, and nothing else is provoked. On a CPU nothing can be
-            late, so the steps run once, as they are.
+            ``"torchtune"``, ``"trl"``, ``"deepspeed"``, or a function. It is called with the model
+            for each step, and returns a context manager that surrounds the step's forwards and
+            backwards. Copies and kernels are late then, the targets of copies and freed memory are
+            overwritten, and nothing else is provoked. On a CPU nothing can be late, so the steps
+            run once, as they are.
         optimizer: makes the optimizer from the parameters. None: SGD with momentum.
         microbatches: forwards in a step before their backwards, as in a pipeline. With 2, two
             graphs are alive at once.
@@ -282,7 +281,7 @@ def verify(
     loss, optimizer = loss or default_loss, optimizer or _sgd
     trial = _Trial(model, batch, loss, steps, microbatches, optimizer, offload)
     if offloader is not None:
-        trial.offloader = find_offloader(offloader, trial.device, trial.offload.get("layers"))
+        trial.offloader = find_offloader(offloader, trial.device)
         orders = 0 if trial.device.type == "cpu" else orders
     put_back = note_random_numbers([trial.device])
     try:
@@ -794,14 +793,13 @@ _ATEN: Final = torch.ops.aten
 
 
 def find_offloader(
-    given: str | Offloader, device: torch.device, layers: Any = None
+    given: str | Offloader, device: torch.device
 ) -> tuple[str, Callable[[nn.Module], Context]]:
     """Return the offloading of another library: its name, and what makes the context of steps.
 
     Args:
         given: its name, or a user's function.
         device: the device on which the model trains.
-        layers: modules or patterns, for a library that offloads layer by layer.
 
     Raises:
         PolicyError: it is not there, or offloads nothing on this device.
@@ -826,15 +824,13 @@ def find_offloader(
             f"{type(error).__name__}: {error}"
         ) from error
     name = f"{given} of torch {version}" if given == "save_on_cpu" else f"{given} {version}"
-    return name, lambda model: _attach(given, library, model, layers)
+    return name, functools.partial(_attach, given, library)
 
 
-def _attach(name: str, library: Any, model: nn.Module, layers: Any) -> Context:
+def _attach(name: str, library: Any, model: nn.Module) -> Context:
     """Make the context of steps. As in the libraries' own trainers, all steps have one manager."""
     if name == "save_on_cpu":
         return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
-    if name == "transformer_engine":
-        return _around_layers(library.get_cpu_offload_context, model, layers)
     is_deepspeed = name == "deepspeed"
     make = library.CheckpointHiddenStatesOffload if is_deepspeed else library.OffloadActivations
     manager: AbstractContextManager[Any] = make()
@@ -843,49 +839,12 @@ def _attach(name: str, library: Any, model: nn.Module, layers: Any) -> Context:
     return lambda: manager
 
 
-def _around_layers(
-    make: Callable[..., tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor]]],
-    model: nn.Module,
-    layers: Any,
-) -> Context:
-    """Surround each layer by Transformer Engine's context, and synchronize what it returns."""
-    found = find_layers(model) if layers is None else match_layers(model, layers)
-    modules = list(found.modules)
-    if len(modules) < 2:
-        raise PolicyError("transformer_engine offloads all layers but the last; name them: layers=")
-    context, synchronize = make(
-        enabled=True, num_layers=len(modules) - 1, model_layers=len(modules)
-    )
-
-    def enter(*_: Any) -> None:
-        context.__enter__()
-
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        context.__exit__(None, None, None)
-        if isinstance(output, Tensor):
-            return synchronize(output)
-        return synchronize(output[0]), *output[1:]
-
-    @contextlib.contextmanager
-    def step() -> Iterator[None]:
-        hooks = [module.register_forward_pre_hook(enter) for module in modules]
-        hooks += [module.register_forward_hook(leave) for module in modules]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    return step
-
-
 _CHECKPOINTING: Final = "deepspeed.runtime.activation_checkpointing"
 _OFFLOADERS: Final = {
     "save_on_cpu": ("torch.autograd.graph", ""),
     "torchtune": ("torchtune.training", "CUDA"),
     "trl": ("trl.models.activation_offloading", "an accelerator"),
     "deepspeed": (f"{_CHECKPOINTING}.offload_activations", "an accelerator"),
-    "transformer_engine": ("transformer_engine.pytorch", "CUDA"),
 }
 """The module of each, and what it needs."""
 

@@ -272,7 +272,7 @@ def test_save_on_cpu_loses_the_layout_of_channels_last() -> None:
     assert ebbtide.verify(model, x, orders=0).same
 
 
-@pytest.mark.parametrize("name", ["nobody", "torchtune", "trl", "deepspeed", "transformer_engine"])
+@pytest.mark.parametrize("name", ["nobody", "torchtune", "trl", "deepspeed"])
 def test_an_offloader_that_would_do_nothing_on_a_cpu_is_refused(name: str) -> None:
     with pytest.raises(ebbtide.PolicyError):
         ebbtide.verify(small(), batch(), offloader=name, orders=0)

@@ -385,7 +385,7 @@ def verify(
         seed (N): Seed of the first; the others have the next ones.
         device (DEVICE): module:function only: where it trains, such as cuda.
         offloader (NAME): module:function only: verify another library, which is save_on_cpu,
-            torchtune, trl, deepspeed, transformer_engine, or module:function of the model.
+            torchtune, trl, deepspeed, or module:function of the model.
         json: Print all figures as JSON instead of the report.
     """
     from ebbtide.tools.found_models import RunOptions
