@@ -50,6 +50,7 @@ _NO_BUFFERS = put("[held for held in self.abandoned if not held[1].query()]", "[
 _UNLOCKED = """\
 moved = gradient.to(parameter.device)
 parameter.grad = moved if parameter.grad is None else parameter.grad + moved"""
+_HELD_TOO = "gone = [each for each in group.members if each in self._given]"
 _NOT_COMPLETE = put("self.queue and self.queue[0].is_copied()", "self.queue")
 _SAME_OPTIONS = put("_is_as_marked(groups[member.group], each.options)", "True")
 
@@ -111,9 +112,8 @@ MUTATIONS = (
     Mutation("bound-after-copy", remove, WEIGHTS),
     Mutation("gradient-before-accumulation", remove, WEIGHTS),
     Mutation("gradient-memory-reuse", always, WEIGHTS),
-    Mutation("held-weights-are-tracked", instead("self.substitutes = []"), WEIGHTS),
-    Mutation("one-memory", remove, WEIGHTS),
-    Mutation("data-changes-count", instead("return self._version != self.known"), WEIGHTS),
+    Mutation("held-weights-are-tracked", instead(_HELD_TOO), WEIGHTS),
+    Mutation("data-changes-count", instead("return torch.Tensor.data.__get__(self)"), WEIGHTS),
     Mutation("leaf-of-live-graphs", instead("parameter.data = values"), WEIGHTS),
     Mutation("views-count", never, WEIGHTS),
     Mutation("buffer-without-readers", instead("unread = True"), WEIGHTS),

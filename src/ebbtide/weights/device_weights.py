@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from collections.abc import Callable, Collection, ItemsView, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
-from ebbtide.devices.process import call_weakly, watch_forks
-from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.devices.process import watch_forks
+from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.handles import AbstractAway, Deaths, Hold, Saved, are_hooked, empty_tensors
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
+    MODULE_APPLY,
     call_after_backward,
     count_storage_users,
     current_graph_task,
@@ -33,252 +36,8 @@ from ebbtide.weights.parameters import (
     Conversion,
     DeviceParameter,
     OffloadedParameter,
-    check_views,
     moves_to,
-    running_modules,
-    start_substituting,
-    stop_substituting,
 )
-
-
-@final
-class ResidentGroups:
-    """The weight groups that are on the device. Callers hold the gate's lock.
-
-    At most two groups are on the device at once, the one in use and the next one, plus the groups
-    of modules that are still running around them. When a group is released, the next group of the
-    same size takes over its buffer. Equal layers therefore alternate between the same two buffers,
-    and other allocations of the model cannot fragment them.
-
-    Args:
-        transfers: queues the copies.
-        groups: the weight groups, in the order of the model's layers.
-        double_buffering: prefetch the next group while one is in use; otherwise only one group is
-            on the device at a time.
-
-    Attributes:
-        peak_groups: the most groups that were on the device at once.
-    """
-
-    # Long: a buffer is found, filled, waited for, watched and given up under one lock.
-
-    def __init__(
-        self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
-    ) -> None:
-        self.peak_groups = 0
-        self._groups = groups
-        self._most = 2 if double_buffering else 1  # not counting the groups of running modules
-        self._transfers = transfers
-        self._device = transfers.device
-        self._reloads = transfers.reloads
-        self._there: dict[WeightGroup, None] = {}  # least recently used first
-        self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
-        self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
-        self._prefetches = True
-        self._alone = 0  # the result of `count_storage_users` for an unused buffer
-        self._log = AccessLog()  # uses of groups since the forward began
-        self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
-        # Weights that views still refer to although their layer has ended: the weight's name, the
-        # memory, and a tensor that shares its version counter with the views.
-        self._viewed: list[tuple[str, StorageWeakRef, DeviceParameter]] = []
-
-    def any_open(self, *, or_in_backward: bool) -> bool:
-        """Whether a module that uses one of the groups runs, or perhaps its backward."""
-        return any(group.open or (or_in_backward and group.num_backwards) for group in self._there)
-
-    def at(self, storage: torch.UntypedStorage) -> WeightGroup | None:
-        """The group whose buffer has this storage; None if there is none."""
-        return self._at.get(storage._cdata)
-
-    def start_over(self) -> None:
-        """Release all groups, because the host values may have changed since they were loaded.
-
-        The order of uses that was recorded since the last call becomes the prefetch order.
-        """
-        learned = self._log.learned(len(self._groups))
-        self._log = AccessLog(learned or self._log.expected)
-        # Guard weights-anew: every forward pass reloads the weights. A layer would compute with the
-        # values from before the optimizer's step.
-        self.release_all()
-
-    def bring(self, group: WeightGroup) -> torch.Tensor:
-        """Return the group's buffer, ready for the kernels that the calling thread queues next.
-
-        This also starts to prefetch the group that is expected next.
-
-        Shape:
-            (size_bytes,), uint8.
-        """
-        self._log.use(group.number, from_start=True)
-        if group.buffer is None:
-            self._load(group, keep=None)
-        self._there[group] = self._there.pop(group)  # the most recently used
-        self.wait_for(group)
-        following = self._next() if self._prefetches else None
-        if following is not None and following is not group and following.buffer is None:
-            self._load(following, keep=group)
-        assert group.buffer is not None
-        return group.buffer
-
-    def wait_for(self, group: WeightGroup) -> None:
-        """Make the current compute stream wait for a group that is on the device."""
-        assert group.buffer is not None and group.ready is not None
-        current = self._device.compute_stream()
-        # Guard compute-waits-for-weights: the compute stream waits for the reload of the weights. A
-        # layer would compute with a buffer that the copy has not filled.
-        self._transfers.wait_for_reload(group, group.ready, current)
-        if not group.awaited:
-            self._fill(group)
-        group.awaited = True
-        at_home = self._device.note_use(group.buffer, group.home, current, group.ready)
-        group.used_elsewhere |= not at_home
-
-    @staticmethod
-    def _fill(group: WeightGroup) -> None:
-        """Copy the values into a buffer that are not in the group's memory, one by one.
-
-        Streams:
-            The host waits for each copy, so that all streams find them.
-        """
-        for member in group.members:
-            if member.loaded is not member.host and not member.is_on_device:
-                assert group.buffer is not None and member.loaded is not None
-                member.view_of(group.buffer).copy_(member.loaded)
-
-    def release(self, group: WeightGroup) -> None:
-        """Release a group's buffer."""
-        assert group.buffer is not None
-        buffer, home = group.buffer, group.home
-        del self._there[group]
-        del self._at[buffer.untyped_storage()._cdata]
-        # Guard buffer-without-readers: a buffer is taken over only when no tensor refers to it any
-        # more. A forward or a backward node that still uses the old weights would find the weights
-        # of another layer.
-        unread = not self.is_viewed(buffer)
-        # Guard buffer-of-one-stream: a buffer is taken over only if no stream but its own used it.
-        # The next copy waits only for the stream on which the buffer was allocated; kernels on
-        # another stream, such as a backward on a stream of its own, could still read the buffer.
-        ordered = not group.used_elsewhere
-        self.watch_views(group)
-        if group.awaited and unread and ordered:
-            self._spare.append((buffer, home))
-        self._reloads.free(group, STORED)
-        self._transfers.account.take_weights(-group.size_bytes, group.layer)
-
-    def release_if_outdated(self, group: WeightGroup) -> None:
-        """Release a group's buffer if the program has changed the host values since."""
-        # Guard weights-of-recomputation: a layer that is recomputed reloads its weights if the
-        # program has changed them since the forward, and so does one that was prefetched before a
-        # forward changed them. It would compute with the values from before.
-        if group.buffer is not None and group.is_outdated():
-            self.release(group)
-
-    def is_viewed(self, buffer: torch.Tensor) -> bool:
-        """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
-        return count_storage_users(buffer) != self._alone
-
-    def watch_views(self, group: WeightGroup) -> None:
-        """Watch views of weights in a group's buffer, which nobody writes to the host any more."""
-        assert group.buffer is not None
-        viewed = self.is_viewed(group.buffer)
-        for member in group.members:
-            for counter in member.stop_watching(viewed=viewed):
-                self.watch(member, counter, group.buffer)
-
-    def watch(
-        self, member: OffloadedParameter, counter: DeviceParameter, memory: torch.Tensor
-    ) -> None:
-        """Have `check_views` raise an error if a view of a weight is changed from now on.
-
-        Args:
-            member: the weight.
-            counter: shares its version counter with the view.
-            memory: what the view is of. When it is freed, no view is left.
-        """
-        alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-        self._viewed.append((member.name, alive, counter))
-
-    def check_views(self) -> None:
-        """Check that no view that has outlived its layer was changed.
-
-        Raises:
-            PolicyError: one was.
-        """
-        if self._viewed:
-            viewed, self._viewed = self._viewed, []
-            self._viewed = [each for each in viewed if not each[1].expired()]  # type: ignore[no-untyped-call]
-            for name, _, counter in viewed:
-                check_views(name, [counter])
-
-    def on_device(self) -> list[WeightGroup]:
-        """The groups that are on the device."""
-        return list(self._there)
-
-    def release_all(self) -> None:
-        """Release the buffers of all groups."""
-        for group in list(self._there):
-            self.release(group)
-
-    def close(self) -> None:
-        """Release all groups and free all buffers. Nothing is prefetched: most memory is gone."""
-        self._prefetches = False
-        self.release_all()
-        self._spare.clear()
-
-    def forget_read(self) -> None:
-        """Forget the copies that have read the host values. Their events hold memory."""
-        if self._reading:
-            self._reading = [event for event in self._reading if not event.query()]
-
-    def reading(self) -> list[AbstractEvent]:
-        """The copies that may still read host values; the caller waits for them."""
-        self._reading, reading = [], self._reading
-        return [event for event in reading if not event.query()]
-
-    def _load(self, group: WeightGroup, keep: WeightGroup | None) -> None:
-        for other in list(self._there):
-            if len(self._there) < self._most:
-                break
-            if not other.is_in_use and other is not keep:
-                self.release(other)
-        if keep is not None and len(self._there) >= self._most:
-            return  # running modules need all groups on the device, so there is no prefetch
-        self._reloads.free_abandoned()
-        buffer, home = self._find_buffer(group.size_bytes)
-        # Queued kernels may still read the memory, whether it is new or another group's buffer.
-        self._reloads.start(group, Target(buffer, home.record(), home))
-        assert group.ready is not None
-        self._reading.append(group.ready)
-        group.used_elsewhere = False
-        group.note_loaded()
-        self._there[group] = None
-        self._at[buffer.untyped_storage()._cdata] = group
-        self._transfers.account.take_weights(group.size_bytes, group.layer)
-        self.peak_groups = max(self.peak_groups, len(self._there))
-
-    def _find_buffer(self, size_bytes: int) -> tuple[torch.Tensor, AbstractStream]:
-        """Return an unused or new buffer of this size, and the stream that owns its memory."""
-        for place, (buffer, _) in enumerate(self._spare):
-            if buffer.numel() == size_bytes:
-                return self._spare.pop(place)
-        while self._spare and len(self._there) + len(self._spare) >= self._most:
-            self._spare.pop(0)
-        buffer = self._device.allocate(size_bytes)
-        self._alone = count_storage_users(buffer)
-        return buffer, self._device.compute_stream()
-
-    def _next(self) -> WeightGroup | None:
-        """Predict the next group from the order of the last forward and backward passes."""
-        order = self._log.expected
-        if order is not None:
-            place = self._log.place
-            return self._groups[order.items[place]] if place < len(order) else None
-        last = self._log.last
-        if not in_backward():  # the first forward: assume the model's order
-            return self._groups[last + 1] if last + 1 < len(self._groups) else None
-        # The first backward: assume the model's order, reversed.
-        return self._groups[last - 1] if last else None
-
 
 # ---- What autograd's graph holds instead of a weight: it finds the values on the device again ----
 
@@ -298,18 +57,7 @@ class WeightTensor(AbstractAway):
         is_cast: whether `tensor` is a copy in another dtype.
     """
 
-    __slots__ = (
-        *(
-            "_group",
-            "_is_cast",
-            "_member",
-            "_noted",
-            "_parameter",
-            "_values",
-            "_weights",
-            "_writes",
-        ),
-    )
+    __slots__ = ("_group", "_is_cast", "_mark", "_member", "_parameter", "_weights")
 
     def __init__(
         self,
@@ -324,35 +72,25 @@ class WeightTensor(AbstractAway):
         self._group = group
         self._member = member
         self._is_cast = is_cast
-        self._writes = member.coming_writes()
-        self._parameter, self._values = member.parameter, member.loaded
-        self._noted = self._note()
+        if member.is_changed():
+            weights.keep_changes()  # before the mark, which they change
+        self._parameter, self._mark = member.parameter, member.mark()
         super().__init__(tensor, tensor._version, weights.empty)
         weights.add_handle(self, group)
 
     def share(self) -> WeightTensor:
         return self  # it holds no memory that sharing could duplicate
 
-    def _note(self) -> tuple[int, int, int]:
-        """What must not have changed when the weight is read."""
-        member = self._member
-        # Stricter than autograd: it would still have its own cast copy and use that.
-        changes = member.changes if self._is_cast else 0
-        return member.parameter._version, member.replacements, changes
-
     def is_modified(self) -> bool:
-        # A change during the forward raises the device parameter's version (checked by the base
-        # class); a change after it raises the version of the parameter; and one in a later forward
-        # is counted when it is kept.
+        # A change during the forward raises the device parameter's version, which the base class
+        # checks, and the parameter's when it is kept. So does one after it, or in a later forward.
         member = self._member
         if member.parameter is not self._parameter:
             self._weights.adopt_given(self._group, member)
         return (
             super().is_modified()
             or member.parameter is not self._parameter
-            or self._note() != self._noted
-            or member.writes > self._writes
-            or not member.has_values_in(self._values)
+            or member.mark() != self._mark
         )
 
     def restore(self) -> torch.Tensor:
@@ -369,44 +107,6 @@ class WeightTensor(AbstractAway):
 
     def peek(self) -> torch.Tensor:
         return self.restore()
-
-
-# ---- Offloaded weights of a model on an accelerator, copied to the device one group at a time ----
-#
-# The parameters stay on the host ([Note: a parameter never moves]). When a module is entered,
-# each of its offloaded parameters is replaced by a device parameter: a view of a device buffer
-# into which the whole group has been copied. `ebbtide.weights.device_weights` decides which
-# groups are on the device.
-#
-# When autograd saves a weight, it saves a view of such a buffer, or a cast of one. The graph gets a
-# `WeightTensor` instead, which finds the values in the buffer that the group has during backward.
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-_Method = Callable[Concatenate["DeviceWeights", _Arguments], _Result]
-
-
-def _with_the_lock(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Result]:
-    """Run a method with the gate's lock held, after the deaths were noted.
-
-    It runs outside `torch.inference_mode`, whose tensors could not be used in training. If it
-    raises, what it has left half done is noted: see [Note: interrupts].
-    """
-
-    @functools.wraps(method)
-    def call(self: DeviceWeights, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            with self._gate:
-                self.note_deaths()
-                if not torch.is_inference_mode_enabled():
-                    return method(self, *args, **kwargs)
-                with torch.inference_mode(False):
-                    return method(self, *args, **kwargs)
-        except BaseException as error:
-            self._note_error(error)
-            raise
-
-    return call  # type: ignore[return-value]  # `self` has no name in the type
 
 
 @final
@@ -435,36 +135,115 @@ class _WeightHold(Hold):
     transfers: Transfers
 
 
+# ---- What a module holds instead of a dict of its parameters ----
+
+
+@final
+class SubstitutingDict(dict[str, nn.Parameter | None]):
+    """A module's parameters by name. Code that reads one by its name gets its device parameter.
+
+    `module.weight` reads by name; `module.parameters()` and `state_dict()` do not, and give the
+    parameter itself, unless the module runs. A copied or unpickled instance is a plain dict.
+
+    Frameworks move a model to its device (`module.to(device)`) whether or not it was offloaded
+    before. `nn.Module` then asks for all items, and gets those without the parameters at rest. All
+    of these together might not fit on the device, and would leave again in the next forward.
+
+    Args:
+        parameters: the parameters of the module.
+        weights: the offloaded weights of the model, which are referred to weakly.
+    """
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], weights: DeviceWeights) -> None:
+        super().__init__(parameters)
+        self._weights = weakref.ref(weights)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        weights, caller = self._weights(), sys._getframe(1)
+        if weights is None:
+            return super().items()
+        weights.leave_ended()
+        items = super().items()
+        if caller.f_code is not MODULE_APPLY:
+            return items
+        convert = caller.f_locals["fn"]
+        return {k: p for k, p in items if p is None or not weights.stays(p, convert)}.items()
+
+    def __getitem__(self, name: str) -> Any:
+        held, weights = super().__getitem__(name), self._weights()
+        return held if held is None or weights is None else weights.substitute(held)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+# ---- Offloaded weights of a model on an accelerator, copied to the device one group at a time ----
+#
+# The parameters stay on the host ([Note: a parameter never moves]). When a module is entered,
+# each of its offloaded parameters is replaced by a device parameter: a view of a device buffer
+# into which the whole group has been copied.
+#
+# When autograd saves a weight, it saves a view of such a buffer, or a cast of one. The graph gets a
+# `WeightTensor` instead, which finds the values in the buffer that the group has during backward.
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _with_the_lock(method: _Method) -> _Method:
+    """Run a method with the gate's lock held, after the deaths were noted.
+
+    It runs outside `torch.inference_mode`, whose tensors could not be used in training. If it
+    raises, the transfers note the error: see [Note: interrupts].
+    """
+
+    @functools.wraps(method)
+    def call(self: DeviceWeights, *args: Any, **kwargs: Any) -> Any:
+        with self._transfers, self._transfers.gate:
+            self.note_deaths()
+            if not torch.is_inference_mode_enabled():
+                return method(self, *args, **kwargs)
+            with torch.inference_mode(False):
+                return method(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 @final
 class DeviceWeights(AbstractWeights):
     """The offloaded weights of one model on an accelerator.
 
-    With ``double_buffering``, the next group is prefetched while one is in use; otherwise only one
-    group is on the device at a time.
+    At most two groups are on the device at once, the one in use and the next one, which is
+    prefetched, plus the groups of modules that are still running around them; without
+    ``double_buffering``, one less. When a group is released, the next group of the same size takes
+    over its buffer. Equal layers therefore alternate between the same two buffers, and other
+    allocations of the model cannot fragment them.
+
+    Attributes:
+        peak_groups: the most groups that were on the device at once.
 
     Streams:
         `enter` and `bring` queue host-to-device copies and make the current compute stream wait
         for them. The host blocks only for bytes that must still be read from disk.
     """
 
-    # Long: forwards and backwards change the same groups under one lock.
+    # Long: forwards and backwards change the same groups and buffers under one lock.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._deaths = Deaths()
         self._gradients = Gradients()
         self._closed = False
         super().__init__(*args, **kwargs)
-        places = (known for _, member in self.members() for known, *_ in member.places)
-        self._holders = list(dict.fromkeys(places))
-        substitute, settle = call_weakly(self.substitute), call_weakly(self._leave_ended)
-        stays = call_weakly(self._stays)
-        start_substituting(self._alive_holders(), substitute, stays, settle)
+        for module in self._holders():
+            module._parameters = SubstitutingDict(module._parameters, self)
         wait_for_scales()
         watch_forks(self)
 
-    def _alive_holders(self) -> list[nn.Module]:
+    def _holders(self) -> Collection[nn.Module]:
         """The modules that hold offloaded parameters."""
-        return [module for known in self._holders if (module := known()) is not None]
+        places = (known() for _, member in self.members() for known, *_ in member.places)
+        return dict.fromkeys(module for module in places if module is not None)
 
     def note_fork(self) -> None:
         """Take the memory of the weights from the parameters, in a forked child.
@@ -476,41 +255,40 @@ class DeviceWeights(AbstractWeights):
                 member.lose_memory()
 
     def detach(self, to: torch.device | None = None) -> None:
-        stop_substituting(self._alive_holders())
+        for module in self._holders():
+            if isinstance(module._parameters, SubstitutingDict):
+                module._parameters = dict(module._parameters.items())
+        if not self._transfers.gate.is_inherited:
+            self._leave_all()
+            self.keep_changes()
         super().detach(to)
 
     def _use(self, transfers: Transfers) -> None:
         self._device = transfers.device
-        self._gate = transfers.gate
         self.empty = empty_tensors(self._device.torch_device)
         self._gradients.use(transfers)
-        self._resident = ResidentGroups(
-            transfers, self.groups, double_buffering=self._double_buffering
-        )
+        self.peak_groups = 0
         self._running = 0  # forward passes of the model that are running
-        # By the id of each of autograd's running graph tasks: the groups of the module whose
-        # backward runs.
-        self._backwards: dict[int, list[WeightGroup]] = {}
-        self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
+        self._backwards: set[int] = set()  # ids of autograd's graph tasks that are running
+        self._given: dict[OffloadedParameter, WeightGroup] = {}  # those with a device parameter
+        # Views that are changed no more, because the buffer that they are of is not written back:
+        # the weight's name, the memory, and a tensor that shares the views' version counter.
+        self._viewed: list[tuple[str, StorageWeakRef, DeviceParameter]] = []
+        self._there: dict[WeightGroup, None] = {}  # on the device, least recently used first
+        self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
+        self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
+        self._alone = 0  # the result of `count_storage_users` for an unused buffer
+        self._log = AccessLog()  # uses of groups since the forward began
+        self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
         transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
-
-    @property
-    def peak_groups(self) -> int:
-        return self._resident.peak_groups
 
     @_with_the_lock
     def _begin_forward(self) -> None:
         if not self._is_in_forward():
             self._start_over()
         self._running += 1
-
-    def _start_over(self) -> None:
-        self._reclaim()
-        self._resident.start_over()
-        self._resident.check_views()
-        self._adopt_all()
 
     def end_forward(self) -> None:
         """See the base class. The program may change the host values from now on.
@@ -520,27 +298,36 @@ class DeviceWeights(AbstractWeights):
             weights of the last layer, so the device still has that layer to compute.
         """
         self._wait_for_copies(self._end_forward())
-        self._check_views()
 
     @_with_the_lock
     def _end_forward(self) -> list[AbstractEvent]:
         self._running -= 1
         if not self._running:
             self._leave_interrupted()
-            self._reclaim(everything=True)
-            for group in self._resident.on_device():
-                self._resident.watch_views(group)
-            for _, member in self.members():
-                member.reused = None
+            self._forget()
+            self._check_views()
         return self._copies_to_wait_for()
 
-    @_with_the_lock
-    def _check_views(self) -> None:
-        self._resident.check_views()
+    def _start_over(self) -> None:
+        """Release all groups, because the host values may have changed since they were loaded.
+
+        The order of uses that was recorded since the last call becomes the prefetch order.
+        """
+        self._forget()
+        learned = self._log.learned(len(self.groups))
+        self._log = AccessLog(learned or self._log.expected)
+        # Guard weights-anew: every forward pass reloads the weights. A layer would compute with the
+        # values from before the optimizer's step.
+        self._release_all()
+        self._check_views()
+        self._adopt_all()
 
     def _copies_to_wait_for(self) -> list[AbstractEvent]:
         """The copies that must have ended before the program goes on; none while weights work."""
-        return [] if self.is_working() else self._resident.reading()
+        if self.is_working():
+            return []
+        self._reading, reading = [], self._reading
+        return [event for event in reading if not event.query()]
 
     def _wait_for_copies(self, copies: Sequence[AbstractEvent]) -> None:
         # Guard weights-read-before-return: a forward or a backward of the model returns when no
@@ -555,69 +342,53 @@ class DeviceWeights(AbstractWeights):
 
         No module runs now, unless a running backward recomputes it.
         """
-        for group in self.groups if not self._backwards else ():
-            while group.open:
-                self._leave(group)
-
-    def _leave_ended(self) -> None:
-        """Leave the groups whose modules an interrupt has ended, for which torch calls no hook."""
-        inherited = self._gate.is_inherited
-        if not inherited and not self._running and any(group.open for group in self.groups):
-            modules = running_modules()
-            used = (groups for module, groups in self._used if module in modules)
-            self._leave_all_but({group for groups in used for group in groups})
+        if not self._backwards and any(group.open for group in self.groups):
+            self._leave_all()
 
     @_with_the_lock
-    def _leave_all_but(self, running: Collection[WeightGroup]) -> None:
+    def _leave_all(self) -> None:
         for group in self.groups:
-            while group.open and group not in running:
-                self._leave(group)
+            group.open = 0
+        for _, member in self.members():
+            member.put_back()
+
+    def leave_ended(self) -> None:
+        """Leave all groups if an interrupt came, unless a forward or a backward asks.
+
+        Code that neither a forward nor a backward runs finds parameters in modules.
+        """
+        is_ended = self._backwards and not (self._running or in_backward())
+        is_open = any(group.open for group in self.groups)
+        if (is_ended and is_open) or self._transfers.is_broken:
+            self._leave_all()
 
     @_with_the_lock
     def enter(self, group: WeightGroup) -> None:
-        self._enter(group)
-
-    def _enter(self, group: WeightGroup) -> None:
         if not in_backward() and not self._is_in_forward():
             self._start_over()  # the module was called directly, outside the model's forward
         if not group.open:
-            self._reclaim()
-            self._note_writes(group)
-            for member, tensor in self._make(group, group.members):
-                member.install(tensor)
+            self._give(group, group.members)
+            for member in group.members:
+                if member.device is not None:
+                    member.install()
         else:
             # The first entry has made another stream wait, if the module is entered by another
             # thread or calls itself on a stream of its own. Only the software accelerator shows it.
-            self._resident.wait_for(group)
+            self._wait_for(group)
         group.open += 1
 
-    def _note_writes(self, group: WeightGroup) -> None:
-        """Have a layer see what the program has written since its weights were loaded."""
-        for member in group.members if in_backward() else ():
-            if member.is_given():
-                raise SavedTensorModifiedError(
-                    f"{member.name}, whose values are offloaded, was given other memory between a "
-                    f"forward and its recomputation (`parameter.data = ...`); assign weights after "
-                    f"backward, or change them in place"
-                )
-        self._resident.release_if_outdated(group)
-
     def leave(self, group: WeightGroup) -> None:
-        self._wait_for_copies(self._leave_and_reclaim(group))
+        self._wait_for_copies(self._leave_and_forget(group))
 
     @_with_the_lock
-    def _leave_and_reclaim(self, group: WeightGroup) -> list[AbstractEvent]:
+    def _leave_and_forget(self, group: WeightGroup) -> list[AbstractEvent]:
         if group.open:  # else an error came before the group was entered
-            self._leave(group)
-        self._reclaim(everything=not self.is_working())
+            group.open -= 1
+            for member in group.members if not group.open else ():
+                member.put_back()
+        if not self.is_working():
+            self._forget()
         return self._copies_to_wait_for()
-
-    def _leave(self, group: WeightGroup) -> None:
-        group.open -= 1
-        if not group.open:
-            for member in group.members:
-                member.uninstall()
-                self._substitutes[member] = group
 
     def _is_in_forward(self) -> bool:
         """Whether a forward is running, of the model or of one of its modules.
@@ -627,17 +398,16 @@ class DeviceWeights(AbstractWeights):
         return self._running > 0 or any(group.open for group in self.groups)
 
     def is_working(self) -> bool:
-        # Other threads ask, too, while a backward that has raised is still alive in autograd's.
-        # It would seem to work.
-        in_node = current_node() is not None
-        return bool(self._running) or self._resident.any_open(or_in_backward=in_node)
+        return self._is_in_forward() or current_node() is not None
+
+    # ---- device parameters --------------------------------------------------------------------
 
     def substitute(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor for code that reads a parameter of a module that is not running."""
         found = self.find(parameter)
         return parameter if found is None else self._substitute(*found)
 
-    def _stays(self, parameter: torch.Tensor, convert: Conversion) -> bool:
+    def stays(self, parameter: torch.Tensor, convert: Conversion) -> bool:
         """Whether a parameter stays at rest although the program converts its module."""
         return parameter in self and moves_to(convert, parameter) == self._home
 
@@ -645,108 +415,243 @@ class DeviceWeights(AbstractWeights):
     def _substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
         """Return a device parameter in a forward or its recomputation, else the parameter."""
         # During backward, code that runs without grad mode is a hook, not a recomputation.
-        recomputed = in_backward() and torch.is_grad_enabled()
-        if not (recomputed or (not in_backward() and self.is_working())):
-            return member.parameter
-        self._reclaim()
+        if torch.is_grad_enabled() if in_backward() else self._is_in_forward():
+            self._give(group, [member])
+        return member.parameter if member.device is None else member.device
+
+    def _give(self, group: WeightGroup, members: Sequence[OffloadedParameter]) -> None:
+        """Bring a group, and give parameters of it that have none a device parameter."""
+        self._keep_changes()
         if not group.open:
-            self._note_writes(group)
-        if member.is_on_device:
-            return member.parameter
-        if member.substitutes:
-            self._point(group, self._bring(group))
-        else:
-            made = self._make(group, [member])
-            member.substitutes += [tensor.track() for _, tensor in made]
-            self._substitutes[member] = group
-        return member.substitutes[0]
-
-    def _make(
-        self, group: WeightGroup, members: Sequence[OffloadedParameter]
-    ) -> list[tuple[OffloadedParameter, DeviceParameter]]:
-        """Make device parameters in the group's buffer, or reuse those of this forward pass."""
+            self._release_if_outdated(group)
         buffer = self._bring(group)
-        self._point(group, buffer)
-        for member in members:
-            member.check_views()
-            if member.watched and not self._resident.is_viewed(buffer):
-                member.watched = []
-        # A device parameter can be reused only if saved-tensor hooks replace what autograd saves.
-        # Without them, the graph itself keeps the memory in use after the call.
-        reuse = are_hooked() and self._running > 0 and not in_backward()
-        made = []
-        fresh = []
-        for member in members:
-            if member.is_on_device:
-                continue
-            if not member.parameter.requires_grad:
-                made.append((member, DeviceParameter.of(member.view_of(buffer))))
-            elif reuse and member.reused is not None:
-                member.reused.refer_to(member.view_of(buffer))
-                if member.reused.is_viewed:
-                    member.reused = self._gradients.link_again(member.reused)
-                made.append((member, member.reused))
-            else:
-                fresh.append(member)
+        new = [each for each in members if each.device is None and not each.is_on_device]
         with torch.enable_grad():  # a later call may need gradients even if this one records none
-            linked = self._gradients.link(group, fresh, buffer)
-        for member, tensor in zip(fresh, linked, strict=True):
-            if reuse:
-                member.reused = tensor
-            made.append((member, tensor))
-        return made
+            trained = [each for each in new if each.parameter.requires_grad]
+            made = self._gradients.link(group, trained, buffer)
+        for member in new:
+            device = made[member] if member in made else DeviceParameter.of(member.view_of(buffer))
+            device.kept = device._version
+            member.device = device
+            self._given[member] = group
+        if not are_hooked():
+            for member in members:
+                if member.device is not None:
+                    member.device.may_be_saved = True
 
-    def _point(self, group: WeightGroup, buffer: torch.Tensor) -> None:
-        """Make all substitutes of a group share the memory that its modules use."""
-        for member, other in self._substitutes.items():
-            if other is group:
-                for tensor in member.substitutes:
-                    # Guard one-memory: a weight that the model itself holds shares its memory with
-                    # the weight that its layer uses. A forward could hold a weight while the group
-                    # is released and reloaded into another buffer, then modify it: the layer would
-                    # compute with the old values.
-                    tensor.refer_to(member.view_of(buffer))
+    @_with_the_lock
+    def keep_changes(self) -> None:
+        """Write modified device parameters to the host.
 
-    def _reclaim(self, *, everything: bool = False) -> None:
-        """Write modified substitutes back to the host and drop those that nobody refers to.
-
-        Args:
-            everything: drop the others, too.
+        Raises:
+            PolicyError: see `OffloadedParameter.keep_change`.
         """
-        for member, group in list(self._substitutes.items()):
+        self._keep_changes()
+
+    def _keep_changes(self) -> None:
+        """See `keep_changes`. This also takes back those without a buffer that nobody refers to."""
+        for member, group in list(self._given.items()):
             if member.is_changed():
                 if group.buffer is not None and not group.awaited:
-                    self._resident.release(group)  # a new reload of the group lacks the change
-                member.keep_changes(group.buffer)
-            member.forget_unused()
-            if everything:
-                for tensor in member.substitutes:
-                    self._resident.watch(member, tensor.counter(), tensor)
-                member.substitutes.clear()
-            if not member.substitutes:
-                del self._substitutes[member]
+                    self._release(group)  # a new reload of the group lacks the change
+                member.keep_change(group.buffer)
+            if group.buffer is None and not member.is_held():
+                self._take_back([member])
+
+    def _take_back(self, members: Sequence[OffloadedParameter]) -> None:
+        """Take device parameters from the program. Views that it has of them are watched."""
+        taken = []
+        for member in members:
+            assert member.device is not None
+            memory = StorageWeakRef(member.device.untyped_storage())  # type: ignore[no-untyped-call]
+            taken.append((member.name, memory, member.let_go()))
+            del self._given[member]
+        for name, memory, device in taken:
+            group = self._at.get(memory.cdata)
+            buffer = None if group is None else group.buffer
+            if not memory.expired() if buffer is None else self._is_viewed(buffer):  # type: ignore[no-untyped-call]
+                self._viewed.append((name, memory, device.counter()))
+
+    def _forget(self) -> None:
+        """Forget the device parameters of a forward or a backward that ends; see `_take_back`."""
+        self._keep_changes()
+        self._take_back([each for each, group in self._given.items() if not group.open])
+        for _, member in self.members():
+            member.link = None
+
+    def _is_viewed(self, buffer: torch.Tensor) -> bool:
+        """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
+        return count_storage_users(buffer) != self._alone
+
+    def _check_views(self) -> None:
+        """Check that no view of a weight was changed after the weight's buffer had been released.
+
+        Raises:
+            PolicyError: one was.
+        """
+        viewed, self._viewed = self._viewed, []
+        changed = {name for name, _, counter in viewed if counter._version != counter.kept}
+        # Guard views-count: a change through a view of a weight is an error when the weight itself
+        # is gone. The buffer that the view is of is not written back to the host, so that the
+        # change would be lost, and the next use of the layer would compute with the old values.
+        if changed:
+            raise PolicyError(
+                f"{min(changed)} is offloaded, and was changed in place through a view of it, such "
+                f"as .data or .detach() give, after other layers or the forward had ended since "
+                f"the view was taken; the change is lost. Change the parameter itself, or copy the "
+                f"view: view.clone()"
+            )
+        self._viewed = [each for each in viewed if not each[1].expired()]  # type: ignore[no-untyped-call]
+
+    # ---- which groups are on the device -------------------------------------------------------
+
+    def _bring(self, group: WeightGroup) -> torch.Tensor:
+        """Return the group's buffer, ready for the kernels that the calling thread queues next.
+
+        This also starts to prefetch the group that is expected next.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        self._check_views()
+        self._log.use(group.number, from_start=True)
+        if group.buffer is None:
+            self._load(group, keep=None)
+        self._there[group] = self._there.pop(group)  # the most recently used
+        self._wait_for(group)
+        following = None if self._closed else self._next()
+        if following is not None and following is not group and following.buffer is None:
+            self._load(following, keep=group)
+        assert group.buffer is not None
+        return group.buffer
+
+    def _load(self, group: WeightGroup, keep: WeightGroup | None) -> None:
+        most = 2 if self._double_buffering else 1  # not counting the groups of running modules
+        for other in list(self._there):
+            if len(self._there) < most:
+                break
+            if not other.open and other is not keep:
+                self._release(other)
+        if keep is not None and len(self._there) >= most:
+            return  # running modules need all groups on the device, so there is no prefetch
+        self._transfers.reloads.free_abandoned()
+        buffer, home = self._find_buffer(group.size_bytes, most)
+        group.note_loaded()
+        # Queued kernels may still read the memory, whether it is new or another group's buffer.
+        self._transfers.reloads.start(group, Target(buffer, home.record(), home))
+        assert group.ready is not None
+        self._reading.append(group.ready)
+        group.used_elsewhere = False
+        self._there[group] = None
+        self._at[buffer.untyped_storage()._cdata] = group
+        self._transfers.account.take_weights(group.size_bytes, group.layer)
+        self.peak_groups = max(self.peak_groups, len(self._there))
+
+    def _find_buffer(self, size_bytes: int, most: int) -> tuple[torch.Tensor, AbstractStream]:
+        """Return an unused or new buffer of this size, and the stream that owns its memory."""
+        for place, (buffer, _) in enumerate(self._spare):
+            if buffer.numel() == size_bytes:
+                return self._spare.pop(place)
+        while self._spare and len(self._there) + len(self._spare) >= most:
+            self._spare.pop(0)
+        buffer = self._device.allocate(size_bytes)
+        self._alone = count_storage_users(buffer)
+        return buffer, self._device.compute_stream()
+
+    def _next(self) -> WeightGroup | None:
+        """Predict the next group from the order of the last forward and backward passes."""
+        order = self._log.expected
+        if order is not None:
+            place = self._log.place
+            return self.groups[order.items[place]] if place < len(order) else None
+        last = self._log.last
+        if not in_backward():  # the first forward: assume the model's order
+            return self.groups[last + 1] if last + 1 < len(self.groups) else None
+        # The first backward: assume the model's order, reversed.
+        return self.groups[last - 1] if last else None
+
+    def _wait_for(self, group: WeightGroup) -> None:
+        """Make the current compute stream wait for a group that is on the device."""
+        assert group.buffer is not None and group.ready is not None
+        current = self._device.compute_stream()
+        # Guard compute-waits-for-weights: the compute stream waits for the reload of the weights. A
+        # layer would compute with a buffer that the copy has not filled.
+        self._transfers.wait_for_reload(group, group.ready, current)
+        if not group.awaited:
+            self._fill(group, group.buffer)
+        group.awaited = True
+        at_home = self._device.note_use(group.buffer, group.home, current, group.ready)
+        group.used_elsewhere |= not at_home
+
+    @staticmethod
+    def _fill(group: WeightGroup, buffer: torch.Tensor) -> None:
+        """Copy the values into a buffer that are not in the group's memory, one by one.
+
+        Streams:
+            The host waits for each copy, so that all streams find them.
+        """
+        for member in group.members:
+            if member.values is not member.host and not member.is_on_device:
+                member.view_of(buffer).copy_(member.values)
+            if member.device is not None:
+                # The model holds it since the group was here before.
+                member.device.refer_to(member.view_of(buffer))
+
+    def _release(self, group: WeightGroup) -> None:
+        """Release a group's buffer. Changes of its weights have been kept."""
+        assert group.buffer is not None
+        buffer, home = group.buffer, group.home
+        # Guard held-weights-are-tracked: a weight that the model itself refers to keeps its memory.
+        # A forward could take a weight out of a layer, run the layer, and then use the weight after
+        # its memory was taken away.
+        gone = [each for each in group.members if each in self._given and not each.is_held()]
+        self._take_back(gone)
+        del self._there[group]
+        del self._at[buffer.untyped_storage()._cdata]
+        # Guard buffer-without-readers: a buffer is taken over only when no tensor refers to it any
+        # more. A forward or a backward node that still uses the old weights would find the weights
+        # of another layer.
+        unread = not self._is_viewed(buffer)
+        # Guard buffer-of-one-stream: a buffer is taken over only if no stream but its own used it.
+        # The next copy waits only for the stream on which the buffer was allocated; kernels on
+        # another stream, such as a backward on a stream of its own, could still read the buffer.
+        ordered = not group.used_elsewhere
+        if group.awaited and unread and ordered:
+            self._spare.append((buffer, home))
+        if unread and self._viewed:
+            identity = buffer.untyped_storage()._cdata
+            self._viewed = [each for each in self._viewed if each[1].cdata != identity]
+        self._transfers.reloads.free(group, STORED)
+        self._transfers.account.take_weights(-group.size_bytes, group.layer)
+
+    def _release_if_outdated(self, group: WeightGroup) -> None:
+        """Release a group's buffer if the program has changed the host values since."""
+        # Guard weights-of-recomputation: a layer that is recomputed reloads its weights if the
+        # program has changed them since the forward, and so does one that was prefetched before a
+        # forward changed them. It would compute with the values from before.
+        if group.buffer is not None and group.is_outdated():
+            self._release(group)
+
+    def _release_all(self) -> None:
+        for group in list(self._there):
+            self._release(group)
 
     # ---- backward -----------------------------------------------------------------------------
 
     @_with_the_lock
     def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
-        """See the base class. This also ends the module whose backward ran before.
+        """See the base class.
 
-        The groups stay on the device. The modules still hold their parameters: if backward raises,
-        nothing has to be put back. A module that is called, to recompute its forward, is entered as
-        ever, and code that reads a parameter by its name gets a substitute.
+        The modules still hold their parameters: if backward raises, nothing has to be put back. A
+        module that is called, to recompute its forward, is entered as ever, and code that reads a
+        parameter by its name gets its device parameter.
         """
-        task = current_graph_task()
-        if self._closed:  # a graph that has no handles on the weights needs nothing of them
-            groups = [group for group in groups if group.handles]
-        self._note_backward(task)
-        self._end_modules(task)
-        self._reclaim(everything=not self._running)
-        held = self._backwards[task]
+        self._note_backward(current_graph_task())
+        if not self._running:
+            self._forget()
         for group in groups:
-            self._bring(group)
-            group.num_backwards += 1
-            held.append(group)
+            if group.handles or not self._closed:  # else the graph needs nothing of it
+                self._bring(group)
 
     def _note_backward(self, task: int) -> None:
         """Register callbacks for the end of the running backward pass, once for each pass."""
@@ -757,7 +662,7 @@ class DeviceWeights(AbstractWeights):
             hold = _BackwardHold(backward, self._deaths.queue.append)
             hold.task = task
             self._deaths.awaited.add(hold)
-            self._backwards[task] = []
+            self._backwards.add(task)
             self._transfers.begin_run()
 
     def _end_backward(self, task: int) -> None:
@@ -767,42 +672,27 @@ class DeviceWeights(AbstractWeights):
     @_with_the_lock
     def _forget_backward(self, task: int) -> list[AbstractEvent]:
         self._give_up_backward(task)
-        self._reclaim(everything=not self._running)
+        if not self._running:
+            self._forget()
         self._transfers.offloads.retire_finished()  # the host has waited for all gradients
         return self._copies_to_wait_for()
 
     def _give_up_backward(self, task: int) -> None:
-        """Clean up after a backward pass that has ended or raised. Called with the lock held.
-
-        If it raised, the next call of `_reclaim` writes modified weights back.
-        """
-        if task not in self._backwards:  # it has ended in order, or an interrupt has ended all
-            return
-        self._end_modules(task)
-        del self._backwards[task]
-        if not self._running:
-            self._leave_interrupted()
-            for member in list(self._substitutes):
-                if not member.is_changed():
-                    member.substitutes.clear()
-                    del self._substitutes[member]
-        self._transfers.end_run()
-
-    def _end_modules(self, task: int) -> None:
-        groups, self._backwards[task] = self._backwards[task], []
-        for group in groups:
-            group.num_backwards -= 1
+        """Clean up after a backward pass that has ended or raised. Called with the lock held."""
+        if task in self._backwards:  # else it has ended in order, or an interrupt has ended all
+            self._backwards.remove(task)
+            if not self._running:
+                self._leave_interrupted()
+            self._transfers.end_run()
 
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
         storage = tensor.untyped_storage()
-        group = self._resident.at(storage)
+        group = self._at.get(storage._cdata)
         if group is not None:
             member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
             return WeightTensor(self, group, member, tensor, is_cast=False)
         cast = cast_parameter(whole)
-        if cast is None or cast.is_changed():
-            return None
-        found = self.find(cast.parameter)
+        found = None if cast is None else self.find(cast.parameter)
         if found is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
             return None
         return WeightTensor(self, *found, tensor, is_cast=True)
@@ -826,14 +716,10 @@ class DeviceWeights(AbstractWeights):
         task = current_graph_task()
         if task != -1:
             self._note_backward(task)
-        if group.buffer is not None and member.loaded is not member.find_values():
-            self._resident.release(group)
+        self._keep_changes()
+        if group.buffer is not None and member.loaded != member.mark():
+            self._release(group)
         return self._bring(group)
-
-    def _bring(self, group: WeightGroup) -> torch.Tensor:
-        self._reclaim()  # first: bringing the group may release one whose weights were modified
-        self._resident.check_views()
-        return self._resident.bring(group)
 
     @_with_the_lock
     def add_handle(self, handle: WeightTensor, group: WeightGroup) -> None:
@@ -847,9 +733,11 @@ class DeviceWeights(AbstractWeights):
     def note_deaths(self) -> None:
         """Note which saved weights, and which backward passes that raised, have died.
 
-        Called with the lock held; see [Note: deaths]. Finished copies are forgotten, too.
+        Called with the lock held; see [Note: deaths]. Finished copies are forgotten, too, because
+        their events hold memory.
         """
-        self._resident.forget_read()
+        if self._reading:
+            self._reading = [event for event in self._reading if not event.query()]
         died = self._deaths.queue
         while died:
             hold = died.popleft()
@@ -858,38 +746,27 @@ class DeviceWeights(AbstractWeights):
                 self._give_up_backward(hold.task)
             else:
                 assert isinstance(hold, _WeightHold)
-                self._forget(hold.group, hold.transfers)
+                self._forget_handle(hold.group, hold.transfers)
 
-    def _forget(self, group: WeightGroup, transfers: Transfers) -> None:
+    def _forget_handle(self, group: WeightGroup, transfers: Transfers) -> None:
         transfers.live -= 1
         if transfers is not self._transfers:  # an interrupt came after the forward
             transfers.poll()
         group.handles -= 1
         if self._closed and not group.handles:
-            self._resident.close()
+            self._release_all()
+            self._spare.clear()
             group.forget_memory()
             self._device.defer(functools.partial(self._give_back_later, group.resting))
 
     # ---- ends ---------------------------------------------------------------------------------
 
-    def _note_error(self, error: BaseException) -> None:
-        self._transfers.note_error(error)
-        if self._transfers.is_broken:
-            with self._gate:
-                self._put_back()
-
-    def _put_back(self) -> None:
-        """Give all modules their parameters back, whatever an interrupt has left half done."""
-        for _, member in self.members():
-            member.keep_changes(None)
-        for _, member in self.members():
-            member.put_back()
-        self._substitutes.clear()
-        for group in self.groups:
-            group.open = 0
-
     def start_anew(self, transfers: Transfers) -> None:
-        self._put_back()
+        for _, member in self.members():
+            if member.is_changed():
+                member.keep_change(None)
+            member.put_back()
+            member.device = member.link = None
         awaited = [hold for hold in self._deaths.awaited if isinstance(hold, _WeightHold)]
         handles = Counter(hold.group for hold in awaited)
         for group in self.groups:
@@ -897,8 +774,8 @@ class DeviceWeights(AbstractWeights):
         super().start_anew(transfers)
 
     def settle(self) -> None:
-        with self._gate:
-            copies = self._resident.reading()
+        with self._transfers.gate:
+            copies, self._reading = self._reading, []
             copies += [event for _, event in self._transfers.reloads.abandoned]
         self._wait_for_copies(copies)
         self._transfers.poll()
@@ -908,20 +785,20 @@ class DeviceWeights(AbstractWeights):
 
         Values that a live graph still needs are freed together with the last such graph.
         """
-        with self._gate:
-            self._reclaim()
-            self._resident.close()
+        with self._transfers.gate:
+            self._release_all()
+            self._spare.clear()
         # Guard close-after-streams: host memory of weights and gradients is given back when all
         # streams of the device are empty. A stream of the program's own may be copying them
         # (``p.to(device, non_blocking=True)``): the memory would be unmapped under the copy.
         self._device.finish_other_streams()
         self._gradients.wait()
-        with self._gate:
+        with self._transfers.gate:
             for group in self.groups:
                 group.drop_blocks()
         # Inside a forward, copies may be under way, from memory that is ours no more afterwards.
         self.settle()
-        with self._gate:
+        with self._transfers.gate:
             self.note_deaths()
             self._closed = True
             for group in self.groups:

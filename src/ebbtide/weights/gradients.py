@@ -118,6 +118,7 @@ class _Move:
         group: the group of the parameter.
         member: the parameter.
         gradients: sends its gradient.
+        version: of the parameter when the device parameter got its values.
         readable: reached when the gradient that a backward has sent is on the host, by the id of
             autograd's graph task: several threads may differentiate one graph at once. A backward
             that failed half-way leaves its event behind.
@@ -127,6 +128,7 @@ class _Move:
     group: WeightGroup
     member: OffloadedParameter
     gradients: Gradients
+    version: int
     readable: dict[int, AbstractEvent] = field(default_factory=dict)
     leaf: torch.Tensor | None = None
 
@@ -180,17 +182,22 @@ class _MoveToDevice(torch.autograd.Function):
 
 
 class _MoveAgain(torch.autograd.Function):
-    """The identity on the device: a device parameter with a version counter of its own."""
+    """The identity on the device: another device parameter, with a version counter of its own."""
 
     @staticmethod
-    def forward(ctx: Any, moved: torch.Tensor, move: _Move) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        link: torch.Tensor,  # noqa: ARG004
+        buffer: torch.Tensor,
+        move: _Move,
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.move = move
-        return DeviceParameter.of(move.member.view_of(moved))
+        return DeviceParameter.of(move.member.view_of(buffer))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None
+        return gradients[0], None, None
 
 
 @final
@@ -204,28 +211,22 @@ class Gradients:
 
     def link(
         self, group: WeightGroup, members: Sequence[OffloadedParameter], buffer: torch.Tensor
-    ) -> list[DeviceParameter]:
-        """Make device parameters in a buffer that autograd treats as computed from parameters."""
+    ) -> dict[OffloadedParameter, DeviceParameter]:
+        """Make device parameters in a buffer that autograd treats as computed from parameters.
+
+        The gradient of one that has a link is added to that of the link, not to the parameter's. So
+        autograd adds the gradients of all uses of the weight in the order in which it adds them
+        without an offload, which decides about the last bit.
+        """
+        made = {m: _again(m.link, buffer) for m in members if m.link is not None}
         # Autograd runs the nodes that were made last first. All `_MoveToDevice` nodes are made
         # after the `_HostParameter` nodes, so all copies are queued before the host waits for one.
-        moves = [_Move(group, member, self) for member in members]
+        moves = [_Move(group, m, self, m.parameter._version) for m in members if m not in made]
         resting = [_HostParameter.apply(each.member.parameter, each) for each in moves]  # type: ignore[no-untyped-call]
-        leaves = [each.leaf_on(buffer.device) for each in members]
-        arguments = zip(resting, leaves, moves, strict=True)
-        return [_MoveToDevice.apply(there, buffer, leaf, each) for there, leaf, each in arguments]  # type: ignore[no-untyped-call]
-
-    def link_again(self, moved: DeviceParameter) -> DeviceParameter:
-        """Take a device parameter's memory for another, with a version counter of its own.
-
-        Its gradient is added to that of `moved`, not to the parameter's: so autograd adds the
-        gradients of all uses of the weight in the order in which it adds them without an offload,
-        which decides about the last bit.
-        """
-        node: Any = moved.grad_fn
-        with torch.enable_grad():
-            again: DeviceParameter = _MoveAgain.apply(moved, node.move)  # type: ignore[no-untyped-call]
-        moved.let_go()
-        return again
+        for there, move in zip(resting, moves, strict=True):
+            leaf = move.member.leaf_on(buffer.device)
+            made[move.member] = _MoveToDevice.apply(there, buffer, leaf, move)  # type: ignore[no-untyped-call]
+        return made
 
     def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor:
         """Start to copy a gradient to the host.
@@ -301,6 +302,11 @@ def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return torch.empty(0, dtype=torch.uint8, device=gradient.device).set_(storage)
 
 
+def _again(link: torch.Tensor, buffer: torch.Tensor) -> DeviceParameter:
+    node: Any = link.grad_fn
+    return _MoveAgain.apply(link, buffer, node.move)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
     """Find the parameter whose device parameter was cast to this tensor.
 
@@ -308,7 +314,8 @@ def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
         tensor: a tensor that is no view.
 
     Returns:
-        The parameter; None if the tensor is no such cast, was modified, or has other strides.
+        The parameter; None if the tensor is no such cast, has other strides, or was modified, or
+        the forward has modified the weight.
     """
     node = tensor.grad_fn
     if node is None or node.name() != _CAST:
@@ -318,9 +325,9 @@ def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
     if type(source) not in _MOVES or move is None:
         return None
     member = move.member
-    if tensor.shape != member.shape or tensor._version:
-        return None
-    return member if tensor.stride() == member.stride else None
+    is_changed = tensor._version or member.is_changed() or move.version != member.parameter._version
+    is_alike = tensor.shape == member.shape and tensor.stride() == member.stride
+    return member if is_alike and not is_changed else None
 
 
 _MOVES = frozenset({_MoveToDevice._backward_cls, _MoveAgain._backward_cls})

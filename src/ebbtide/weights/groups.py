@@ -37,8 +37,6 @@ class WeightGroup(Record):
         blocks: slots of the size of the group, each with room for one gradient of each parameter.
         used_elsewhere: whether kernels on other streams than `home` use the buffer.
         open: how many running modules use the group.
-        num_backwards: how many modules that use the group are in their backward.
-        loaded_version: versions of the parameters when the values in the buffer were read.
 
     Raises:
         StoreFullError: the store has no room for the group.
@@ -69,7 +67,7 @@ class WeightGroup(Record):
         # The last gradient that was given this memory, by offset and block number.
         self._given: dict[tuple[int, int], StorageWeakRef] = {}
         self.used_elsewhere = False
-        self.open = self.num_backwards = self.loaded_version = 0
+        self.open = 0
 
     def start_anew(self, store: AbstractStore) -> None:
         """Forget what an interrupt may have left half changed. The values are in the slot.
@@ -81,12 +79,7 @@ class WeightGroup(Record):
         self.state, self.slot = STORED, self.resting
         self.source = self.offloaded = self.buffer = self.ready = None
         self.awaited = self.expected = self.buffer_stays = self.used_elsewhere = False
-        self.open = self.num_backwards = self.unread = 0
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether the forward or the backward of a module that uses the group is running."""
-        return bool(self.open or self.num_backwards)
+        self.open = self.unread = 0
 
     def note_loaded(self) -> None:
         """Note which values the group's new buffer gets: those that the parameters have now.
@@ -94,15 +87,13 @@ class WeightGroup(Record):
         Raises:
             PolicyError: the program has given a parameter another shape or dtype.
         """
-        self.loaded_version = self._version()
         for member in self.members:
-            member.loaded = member.find_values()
+            member.find_values()
+            member.loaded = member.mark()
 
     def is_outdated(self) -> bool:
         """Whether the program has changed or assigned values since the buffer was filled."""
-        return self._version() != self.loaded_version or any(
-            member.loaded is not member.find_values() for member in self.members
-        )
+        return any(member.loaded != member.mark() for member in self.members)
 
     def forget_memory(self) -> None:
         """Let go of the memory that its parameters had; they are back on the device."""
@@ -162,10 +153,6 @@ class WeightGroup(Record):
             self._reserved = False
         while self.blocks:
             self._store.drop(self.blocks.pop())
-
-    def _version(self) -> int:
-        """A number that grows when the program changes a parameter of the group in place."""
-        return sum(member.parameter._version for member in self.members)
 
     def member_at(self, offset_bytes: int) -> OffloadedParameter:
         """The parameter whose values include this offset of the group's memory."""

@@ -242,6 +242,7 @@ class AbstractWeights(ABC):
 
     Attributes:
         groups: the groups that are copied together, in the order of the model's layers.
+        peak_groups: the most groups that were on the device at once; 0 if groups are not copied.
 
     Raises:
         PolicyError: a parameter cannot be offloaded; nothing has been moved.
@@ -251,6 +252,7 @@ class AbstractWeights(ABC):
     # Long: whatever a model does with a module that has weights at rest arrives here.
 
     plain_types = frozenset({DeviceParameter})
+    peak_groups = 0
 
     def __init__(
         self,
@@ -314,11 +316,6 @@ class AbstractWeights(ABC):
             self._hooks += register_hooks(begin, functools.partial(self._end, needed), used_module)
 
     # ---- what differs on an accelerator and on a CPU ------------------------------------------
-
-    @property
-    def peak_groups(self) -> int:
-        """The most groups that were on the device at once; 0 if groups are not copied at all."""
-        return 0
 
     @abstractmethod
     def _use(self, transfers: Transfers) -> None:
@@ -404,7 +401,7 @@ class AbstractWeights(ABC):
             used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
             members = tuple(member for group in used for member in group.members)
             self._members_of[module] = members
-        return tuple((each.parameter._version, each.replacements) for each in members)
+        return tuple(each.parameter._version for each in members)
 
     def _adopt(
         self,

@@ -11,21 +11,19 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
-from ebbtide.devices.process import visit_frames
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import (
-    MODULE_APPLY,
-    MODULE_CALL,
     count_storage_users,
     count_tensor_users,
     exchange_tensors,
@@ -218,6 +216,9 @@ Place = tuple[weakref.ref[nn.Module], str, Any]
 PARAMETERS = "_parameters"
 """The attribute of `nn.Module` that holds its parameters."""
 
+Conversion = Callable[[torch.Tensor], torch.Tensor]
+"""What `module.to` and its kin compute of each parameter."""
+
 
 class DeviceParameter(ExchangedParameter):
     """Replaces a parameter in its modules: a tensor with the same values in a device buffer.
@@ -226,85 +227,57 @@ class DeviceParameter(ExchangedParameter):
     constructs around it (tensorly's slices of factorized weights) must not register it as theirs.
 
     Attributes:
-        exposed: whether `data` was read; no version counter sees changes made through `data`.
-        is_viewed: whether views of memory that it had before may share its version counter.
-        known: the tensor's version when its values last equalled those on the host.
-        read: for each tensor that `data` gave, one that shares its version counter and no memory,
-            and its version at that time.
+        kept: the tensor's version when its values last equalled those on the host.
+        may_be_saved: whether a graph may have saved it, because no hooks replaced what it saved.
     """
 
     __torch_function__ = no_torch_function
-    exposed = False
-    is_viewed = False
-    known = 0
-    read: tuple[tuple[torch.Tensor, int], ...] = ()
+    kept = 0
+    may_be_saved = False
 
     @staticmethod
     def of(values: torch.Tensor) -> DeviceParameter:
         """Make a device parameter that shares the memory of the given values."""
         made = make_subclass(DeviceParameter, values)
         assert isinstance(made, DeviceParameter)
+        made.kept = made._version
         return made
 
     @property
     def data(self) -> torch.Tensor:
-        """The same as `torch.Tensor.data`; reading it also sets `exposed`."""
-        self.exposed = True
-        values = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        counter = values.detach()
-        counter.data = values.new_empty(0)
-        self.read += ((counter, counter._version),)
-        return values  # type: ignore[no-any-return]
+        """The same as `torch.Tensor.data`, but for the version, which changes of it raise."""
+        # Guard data-changes-count: what `data` gives shares the version counter. No version would
+        # tell of changes through `data`: they would be lost when the buffer is released.
+        return self.detach()
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self.exposed = True
         self.refer_to(values)
+        increment_version(self)
 
     def refer_to(self, values: torch.Tensor) -> None:
         """Make this tensor object share the memory of the given values."""
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
-    def track(self) -> DeviceParameter:
-        """Regard the present values as unmodified. Returns the tensor itself."""
-        self.exposed = False
-        self.known = self._version
-        if self.read:
-            self.read = tuple((counter, counter._version) for counter, _ in self.read)
-        return self
-
-    def let_go(self) -> DeviceParameter:
-        """Give up the memory, which views may still refer to. Returns the tensor itself.
-
-        The tensor shares its version counter with the views: a change through one is still seen.
-        """
-        # Tensors that autograd saved refer to the group, so this memory is not needed.
+    def let_go(self) -> None:
+        """Give up the memory, which views may still refer to. They share the version counter."""
         self.refer_to(self.new_empty(0))
-        return self
 
     def counter(self) -> DeviceParameter:
         """A tensor that shares its version counter, and has neither a graph nor memory."""
-        shared = DeviceParameter.of(self.detach()).let_go()
-        shared.known, shared.exposed, shared.read = self.known, self.exposed, self.read
+        shared = DeviceParameter.of(self.detach())
+        shared.let_go()
+        shared.kept = self.kept
         return shared
 
-    def is_changed(self) -> bool:
-        """Whether the values were or may have been modified."""
-        # Guard data-changes-count: a tensor whose `data` was read counts as modified. No version
-        # counter sees changes through `data`: they would be lost when the buffer is released.
-        return (
-            self._version != self.known
-            or self.exposed
-            or bool(self.read and self._is_changed_through_data())
-        )
 
-    def _is_changed_through_data(self) -> bool:
-        return any(counter._version != version for counter, version in self.read)
+Mark = tuple[int, tuple[int, tuple[int, ...], torch.Size]]
+"""A parameter's version, and where its values are, and in which order."""
 
 
 @final
 class OffloadedParameter:
-    """A parameter whose values are on the host, and the device parameters that replace it.
+    """A parameter whose values are on the host, and the device parameter that replaces it.
 
     Args:
         name: the parameter's name in the model.
@@ -320,20 +293,13 @@ class OffloadedParameter:
         size_bytes: the size of its values.
         host: its part of its group's memory, where it rests, in a storage of its own.
         values: where its values are, see [Note: values stay where the program puts them].
-        loaded: `values` when the values in the group's device buffer were read from there.
+        loaded: its `mark` when the values in the group's device buffer were read.
         places: where modules hold the parameter: in their parameters, lists and dicts.
-        installed: the device parameter that running modules hold; None while none runs.
-        substitutes: device parameters that code still refers to although no module holds them.
-        reused: the device parameter of this forward pass, which later calls reuse. Between calls it
-            has no memory, unless the model itself refers to it.
-        watched: device parameters that nobody refers to any more, without memory. They show whether
-            the values in the group's present buffer are changed through views of them.
+        device: what code gets in its place in the forward that runs, see [Note: device parameters].
+        link: its last device parameter in that forward, if the group's buffer has gone since.
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
         has_left: whether `restore_to` has moved the parameter back to the device.
-        changes: how often a forward pass may have modified the values.
-        writes: how often a forward pass has modified them so that a version shows it.
-        replacements: how often other values replaced the values.
     """
 
     # Long: every way in which a program can change or replace a parameter ends here.
@@ -346,15 +312,12 @@ class OffloadedParameter:
         self.shape, self.stride = parameter.shape, _dense_stride(parameter)
         self.host = self.values = parameter.data
         self._place = self._rests_at = _place_of(parameter)
-        self.loaded: torch.Tensor | None = None
+        self.loaded: Mark | None = None
         self.places: list[Place] = []
-        self.installed: DeviceParameter | None = None
-        self.substitutes: list[DeviceParameter] = []
-        self.reused: DeviceParameter | None = None
-        self.watched: list[DeviceParameter] = []
+        self.device: DeviceParameter | None = None
+        self.link: DeviceParameter | None = None
         self.device_leaf: torch.Tensor | None = None
         self.has_left = False
-        self.changes = self.writes = self.replacements = 0
 
     # ---- memory -------------------------------------------------------------------------------
 
@@ -472,14 +435,10 @@ class OffloadedParameter:
             self.values = self.host if self._place == self._rests_at else given
         return self.values
 
-    def has_values_in(self, memory: torch.Tensor | None) -> bool:
-        """Whether the values are still in the memory in which `find_values` has found them."""
-        values = self.find_values()
-        return values is memory or (memory is not None and _place_of(memory) == self._place)
-
-    def is_given(self) -> bool:
-        """Whether the program has given it other memory since the values were last looked for."""
-        return _place_of(self.parameter) not in (self._place, self._rests_at)
+    def mark(self) -> Mark:
+        """What changes when the program writes the values or puts them elsewhere."""
+        place = self._place if self.has_left else _place_of(self.parameter)
+        return self.parameter._version, place
 
     @property
     def is_on_device(self) -> bool:
@@ -547,119 +506,63 @@ class OffloadedParameter:
     def _fits(self, values: torch.Tensor) -> bool:
         return values.shape == self.shape and values.dtype == self.host.dtype
 
-    # ---- device parameters --------------------------------------------------------------------
+    # ---- the device parameter -----------------------------------------------------------------
 
-    def install(self, tensor: DeviceParameter) -> None:
-        """Replace the parameter in its modules by a device parameter."""
-        self._exchange(self.parameter, tensor)
-        self.installed = tensor.track()
-
-    def uninstall(self) -> None:
-        """Put the parameter back into its modules. Code may still refer to the device parameter."""
-        installed, self.installed = self.installed, None
-        if installed is not None:
-            self._exchange(installed, self.parameter)
-            if all(tensor is not installed for tensor in self.substitutes):
-                self.substitutes.append(installed)
+    def install(self) -> None:
+        """Replace the parameter in its modules by its device parameter."""
+        for _, container, key in self._containers():
+            if container is not None and held_at(container, key) is self.parameter:
+                container[key] = self.device
 
     def put_back(self) -> None:
-        """Put the parameter back into its modules even if an interrupt came into `install`."""
+        """Put the parameter back into its modules. Code may still refer to the device parameter."""
         for _, container, key in self._containers():
             if isinstance(held_at(container, key), DeviceParameter):
                 container[key] = self.parameter
-        self.installed = self.reused = None
-        self.substitutes, self.watched = [], []
 
     def is_changed(self) -> bool:
-        """Whether one of its device parameters was or may have been modified."""
-        return any(tensor.is_changed() for tensor in self._tracked())
+        """Whether the device parameter was modified."""
+        return self.device is not None and self.device._version != self.device.kept
 
-    def _tracked(self) -> list[DeviceParameter]:
-        installed = self.installed
-        return self.substitutes if installed is None else [installed, *self.substitutes]
-
-    def keep_changes(self, buffer: torch.Tensor | None) -> None:
-        """Write modified device parameters back to the host.
+    def keep_change(self, buffer: torch.Tensor | None) -> None:
+        """Write the modified device parameter back to the host.
 
         Args:
             buffer: the group's device buffer, which is updated, too; None while there is none.
-        """
-        for tensor in self._tracked():
-            if tensor.is_changed():
-                self.writes += tensor._version != tensor.known
-                self._keep_changes(tensor.track().detach(), buffer)
-
-    def _keep_changes(self, values: torch.Tensor, buffer: torch.Tensor | None) -> None:
-        self.changes += 1
-        if not self._fits(values):
-            self.parameter.data = values  # the next forward raises the error
-            return
-        self.values.copy_(values)
-        present = None if buffer is None else self.view_of(buffer)
-        if present is not None and present.data_ptr() != values.data_ptr():
-            present.copy_(values)
-            # Tensors that autograd saved before have valid versions, but their values are gone.
-            self.replacements += 1
-
-    def coming_writes(self) -> int:
-        """Return `writes` as it will be when what the running modules have modified is kept."""
-        running = self.installed
-        return self.writes + (running is not None and running._version != running.known)
-
-    def forget_unused(self) -> None:
-        """Drop the device parameters that nobody refers to, and release their memory."""
-        # Guard held-weights-are-tracked: a weight that the model itself refers to keeps its memory.
-        # A forward could take a weight out of a layer, run the layer, and then use the weight after
-        # its memory was taken away.
-        self.substitutes = [
-            t
-            for t in _pop_each(self.substitutes)
-            if _users(t) > _ALONE + (t is self.reused) or self._watch(t)
-        ]
-
-    def _watch(self, tensor: DeviceParameter) -> bool:
-        if tensor is self.reused:
-            tensor.let_go()
-        else:
-            # Not what belongs to a graph: it would keep the graph, and with it this object.
-            self.watched.append(tensor.let_go() if tensor.grad_fn is None else tensor.counter())
-        return False
-
-    def check_views(self) -> None:
-        """Check that no view of a device parameter was changed after that had been uninstalled.
 
         Raises:
-            PolicyError: one was.
+            PolicyError: the program has given it values of another shape or dtype.
         """
-        reused = self.reused
-        check_views(self.name, self.watched)
-        if reused is not None and self._is_alone(reused):
-            check_views(self.name, [reused])
+        assert self.device is not None
+        self.device.kept = self.device._version
+        values = self.device.detach()
+        if not self._fits(values):
+            raise self._misfit(values)
+        kept = self.parameter.detach()
+        kept.copy_(values)  # which raises the version of the parameter for all that was saved
+        if buffer is not None:
+            present = self.view_of(buffer)
+            if _place_of(present) != _place_of(values):
+                present.copy_(kept)
+                self.device.refer_to(present)
+            self.loaded = self.mark()
 
-    def stop_watching(self, *, viewed: bool) -> list[DeviceParameter]:
-        """Forget the device parameters without memory, because the group's buffer goes.
+    def is_held(self) -> bool:
+        """Whether the program, a module, or a graph refers to the device parameter, too."""
+        assert self.device is not None
+        return _num_holders(self) > _ALONE or (
+            self.device.may_be_saved and count_tensor_users(self.device) > 1
+        )
 
-        Args:
-            viewed: whether views may share their version counters.
-
-        Returns:
-            What shares version counters with views, or did when these were changed.
-        """
-        counters, self.watched = self.watched, []
-        reused = self.reused
-        if reused is not None and self._is_alone(reused):
-            counters.append(reused.counter())
-            reused.is_viewed = viewed
-        return [each for each in counters if viewed or each.is_changed()]
-
-    def _is_alone(self, tensor: DeviceParameter) -> bool:
-        """Whether it has no memory, and only views of the present buffer share its version."""
-        return bool(self.size_bytes) and not tensor.numel() and not tensor.is_viewed
-
-    def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
-        for _, container, key in self._containers():
-            if container is not None and held_at(container, key) is present:
-                container[key] = following
+    def let_go(self) -> DeviceParameter:
+        """Forget the device parameter, and free its memory unless something else refers to it."""
+        is_held = self.is_held()
+        device = self.device
+        assert device is not None
+        if not is_held:
+            device.let_go()
+        self.link, self.device = device if device.requires_grad else None, None
+        return device
 
     def _containers(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield what is in each place now, which the model may have replaced, and the key there."""
@@ -667,30 +570,6 @@ class OffloadedParameter:
             module = known()
             if module is not None:
                 yield name, vars(module).get(name), key
-
-
-def check_views(name: str, counters: Sequence[DeviceParameter]) -> None:
-    """Check that no view of an offloaded weight was changed after its layer had ended.
-
-    Args:
-        name: the weight's name.
-        counters: share their version counters with the views.
-
-    Raises:
-        PolicyError: one was.
-    """
-    changed = [each for each in counters if each.is_changed()]
-    # Guard views-count: a change through a view of a weight is an error when the weight itself is
-    # gone. The buffer that the view is of is not written back to the host, so that the change would
-    # be lost, and the next use of the layer would compute with the old values.
-    if changed:
-        for each in changed:
-            each.track()
-        raise PolicyError(
-            f"{name} is offloaded, and was changed in place through a view of it, such as .data or "
-            f".detach() give, after a layer or the forward had ended since the view was taken; the "
-            f"change is lost. Change the parameter itself, or copy the view: view.clone()"
-        )
 
 
 def held_at(container: Any, key: Any) -> Any:
@@ -710,27 +589,12 @@ def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _pop_each(tensors: list[DeviceParameter]) -> Iterator[DeviceParameter]:
-    """Remove each tensor from the list and yield it."""
-    while tensors:
-        yield tensors.pop(0)
+def _num_holders(member: Any) -> int:
+    return sys.getrefcount(member.device)
 
 
-def _users(tensor: DeviceParameter) -> int:
-    return sys.getrefcount(tensor)
-
-
-_ALONE = [_users(t) for t in _pop_each([DeviceParameter.of(torch.empty(0))])][0]  # noqa: RUF015
-"""The reference count that such a loop sees for a tensor that nobody else refers to."""
-
-
-# ---- The places where a model holds its parameters, and the substitutes that code finds there ----
-
-Substitute = Callable[[torch.Tensor], torch.Tensor]
-"""Maps a parameter to the tensor that code gets when it reads it from a module not running."""
-
-Conversion = Callable[[torch.Tensor], torch.Tensor]
-"""What `module.to` and its kin compute of each parameter."""
+_ALONE = _num_holders(SimpleNamespace(device=DeviceParameter.of(torch.empty(0))))
+"""The reference count of a device parameter that only its offloaded parameter refers to."""
 
 
 def moves_to(convert: Conversion, like: torch.Tensor) -> torch.device | None:
@@ -747,91 +611,6 @@ def moves_to(convert: Conversion, like: torch.Tensor) -> torch.device | None:
     made = convert(given)
     same = (made.dtype, made.stride()) == (given.dtype, given.stride())
     return made.device if same else None
-
-
-@final
-class SubstitutingDict(dict[str, nn.Parameter | None]):
-    """A module's parameters by name. Code that reads one by its name gets its substitute.
-
-    `module.weight` reads by name; `module.parameters()` and `state_dict()` do not, and give the
-    parameter itself. A copied or unpickled instance is a plain dict.
-
-    Frameworks move a model to its device (`module.to(device)`) whether or not it was offloaded
-    before. `nn.Module` then asks for all items, and gets those without the parameters at rest. All
-    of these together might not fit on the device, and would leave again in the next forward.
-
-    Args:
-        parameters: the parameters of the module.
-        substitute: see `Substitute`.
-        rests: whether a parameter is at rest, and the given function would only bring it to the
-            device that the model computes on.
-        settle: called before all parameters are looked at, so that they are there: a module whose
-            forward was interrupted in a thread of autograd's can hold device parameters still.
-    """
-
-    __slots__ = ("_rests", "_settle", "_substitute")
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter | None],
-        substitute: Substitute,
-        rests: Callable[[torch.Tensor, Conversion], bool],
-        settle: Callable[[], None],
-    ) -> None:
-        super().__init__(parameters)
-        self._substitute, self._rests, self._settle = substitute, rests, settle
-
-    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        self._settle()
-        items, caller = super().items(), sys._getframe(1)
-        if caller.f_code is not MODULE_APPLY:
-            return items
-        convert = caller.f_locals["fn"]
-        return {k: p for k, p in items if p is None or not self._rests(p, convert)}.items()
-
-    def __getitem__(self, name: str) -> Any:
-        held = super().__getitem__(name)
-        return held if held is None else self._substitute(held)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (), None, None, iter(self.items())
-
-
-def start_substituting(
-    modules: Iterable[nn.Module],
-    substitute: Substitute,
-    rests: Callable[[torch.Tensor, Conversion], bool],
-    settle: Callable[[], None],
-) -> None:
-    """Make these modules return substitutes when their parameters are read by name.
-
-    Args:
-        modules: the modules.
-        substitute: see `Substitute`.
-        rests: see `SubstitutingDict`.
-        settle: see `SubstitutingDict`.
-    """
-    for module in modules:
-        module._parameters = SubstitutingDict(module._parameters, substitute, rests, settle)
-
-
-def stop_substituting(modules: Iterable[nn.Module]) -> None:
-    """Undo `start_substituting`."""
-    for module in modules:
-        if isinstance(module._parameters, SubstitutingDict):
-            module._parameters = dict(module._parameters.items())
-
-
-def running_modules() -> set[nn.Module]:
-    """Return the modules whose call is on the stack of some thread."""
-    found = set()
-
-    def look(frame: FrameType) -> None:
-        if frame.f_code is MODULE_CALL:
-            found.add(frame.f_locals["self"])
-
-    visit_frames(look)
-    return found
 
 
 def find_places(model: nn.Module, members: Iterable[OffloadedParameter]) -> None:
