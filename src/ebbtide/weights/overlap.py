@@ -27,14 +27,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ebbtide.devices.device import AbstractEvent, AbstractLane
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.process import OptimizerWatch, call_weakly, num_processes, watch_forks
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
@@ -43,9 +43,7 @@ from ebbtide.runtime.events import Subject
 from ebbtide.runtime.torch_internals import (
     SCHEDULED,
     DefaultDevice,
-    call_after_backward,
     count_storage_users,
-    current_graph_task,
     function_modes,
     group_by_device_and_dtype,
     has_dispatch_modes,
@@ -55,7 +53,7 @@ from ebbtide.runtime.torch_internals import (
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
 from ebbtide.units import format_size, parse_budget_bytes
 from ebbtide.weights.hooks import AbstractWeights
-from ebbtide.weights.parameters import ALONE, end_of
+from ebbtide.weights.parameters import ALONE, find_overlaps
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,7 +86,6 @@ class OverlapStats:
         waited_s: seconds of these that `step()` waited for.
         twice_share: running share of the bytes of parameters whose gradients landed in time and
             that still had to step from the originals, from 0 to 1.
-        steps_ahead: whether the next step is stepped ahead: `twice_share` is below a half.
     """
 
     num_steps: int = 0
@@ -99,7 +96,11 @@ class OverlapStats:
     worker_s: float = 0.0
     waited_s: float = 0.0
     twice_share: float = 0.0
-    steps_ahead: bool = True
+
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether the next step is stepped ahead: `twice_share` is below a half."""
+        return self.twice_share < _TOO_MUCH
 
     @property
     def hidden_share(self) -> float:
@@ -125,16 +126,18 @@ class OverlapStats:
 _Mark = tuple[int, int]
 """A tensor's version and place. Changes through `data` or NumPy raise no version."""
 
+_Marked = dict[str, tuple[Any, _Mark | None]]
+"""The values of a state or of options by name, with a mark for each tensor.
+
+The tensors are kept, so that no other one can have the identity of one of them.
+"""
+
 
 def _mark(tensor: torch.Tensor) -> _Mark:
     return tensor._version, tensor.data_ptr()
 
 
-def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, _Mark | None]]:
-    """The entries of a state or of options, with a mark for each tensor.
-
-    The tensors are kept, so that no other one can have the identity of one of them.
-    """
+def _marked(values: Mapping[str, Any]) -> _Marked:
     return {
         name: (
             list(value) if isinstance(value, list) else value,
@@ -145,37 +148,32 @@ def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, _Mark | None]]:
     }
 
 
-def _is_same(now: Any, before: Any, mark: _Mark | None) -> bool:
-    if mark is not None:
-        return now is before and _mark(now) == mark
-    return now is before or (type(now) is type(before) and bool(now == before))
-
-
-def _is_as_marked(
-    values: Mapping[str, Any], marked: Mapping[str, tuple[Any, _Mark | None]]
-) -> bool:
-    if len(values) - ("params" in values) != len(marked):
+def _is_as_marked(values: Mapping[str, Any], before: _Marked) -> bool:
+    now = _marked(values)
+    if now.keys() != before.keys():
         return False
-    # `marked` itself is the value of no name.
-    return all(_is_same(values.get(name, marked), *entry) for name, entry in marked.items())
+    for (value, mark), (other, its_mark) in ((now[name], before[name]) for name in now):
+        is_equal = mark is None and type(value) is type(other) and bool(value == other)
+        if mark != its_mark or not (value is other or is_equal):
+            return False
+    return True
 
 
-class _Arithmetic(NamedTuple):
-    """Settings of the program that decide bits and that each thread has for itself."""
+def _num_threads() -> int:
+    """How many threads the program computes with, on which bits depend.
 
-    num_threads: int
-    flushes: bool
+    0 if it flushes small numbers to zero: then nothing is stepped ahead. Each thread has these
+    settings for itself.
+    """
+    tiny = torch.full((), 1e-30, device="cpu", dtype=torch.float32)
+    return torch.get_num_threads() if tiny.mul_(1e-10).item() else 0
 
-    @staticmethod
-    def now() -> _Arithmetic:
-        tiny = torch.full((), 1e-30, device="cpu", dtype=torch.float32)
-        return _Arithmetic(torch.get_num_threads(), not tiny.mul_(1e-10).item())
 
-    def set(self) -> None:
-        """Give the calling thread these settings."""
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
-        torch.set_flush_denormal(self.flushes)
+def _compute_with(num_threads: int) -> None:
+    """Have the calling thread compute as a program does that uses so many threads."""
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    torch.set_flush_denormal(False)
 
 
 def _is_plain() -> bool:
@@ -209,10 +207,15 @@ class _Shadow:
         self.size_bytes = sum(each.nbytes for each in (values, *buffers.values()))
         self.state: dict[str, Any] = {}
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether it has memory for all tensors of a state."""
-        needed = {name: _layout(each) for name, each in _tensors_in(state).items()}
-        return needed == {name: _layout(each) for name, each in self.buffers.items()}
+    def fits(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether it has memory for a parameter and for all tensors of its state.
+
+        Arithmetic in another layout may round otherwise.
+        """
+        needed = {**_tensors_in(state), "": parameter}
+        return {name: _layout(each) for name, each in needed.items()} == {
+            name: _layout(each) for name, each in {**self.buffers, "": self.values}.items()
+        }
 
     def is_complete(self, state: Mapping[str, Any]) -> bool:
         """Whether a state consists of its tensors, as a step leaves it that has made none anew."""
@@ -249,7 +252,7 @@ class _Landed:
     """
 
     def __init__(
-        self, member: _Member, gradient: torch.Tensor, state: Mapping[str, Any], options: _Options
+        self, member: _Member, gradient: torch.Tensor, state: Mapping[str, Any], options: _Marked
     ) -> None:
         self.member, self.options = member, options
         # Not the gradient itself: its memory is reused when the program lets go of it.
@@ -273,8 +276,6 @@ class _Landed:
             and _is_as_marked(state, self._state)
         )
 
-
-_Options = dict[str, tuple[Any, _Mark | None]]
 
 _Work = tuple[_Landed, torch.Tensor, Mapping[str, Any], _Shadow | None]
 """What the worker does for one parameter: it keeps the gradient, and the state that the step begins
@@ -362,15 +363,13 @@ class StepOverlap:
         self.max_norm = None if max_norm is None else float(max_norm)
         # What the worker computes then takes as long from backward, but for waits for files.
         self._shares_cores = engine.transfers.device.computes_on_host
-        self._lock = threading.RLock()
-        self._worker = self._make_worker()
         self._members: dict[int, _Member] = {}
-        self._tasks: set[int] = set()  # ids of autograd's graph tasks that will call back
         self._pending: list[AbstractEvent] = []
         self.stats = OverlapStats()
         self.grad_norm: torch.Tensor | None = None
         self._hooks: dict[int, Any] = {0: OptimizerWatch(after=self._forget_stepped)}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self.note_fork()  # which makes the lock and the worker
         self.forget(optimizer)
         watch_forks(self)
         engine.transfers.store.use_leftover(self)
@@ -382,16 +381,14 @@ class StepOverlap:
     def forget(self, optimizer: Optimizer) -> None:
         """Forget what has landed, because a step has ended, or gradients start from zero."""
         with self._lock:
-            self._complete: list[str] = []  # layers whose gradients are complete
             # For each layer, the parameters whose gradients are still expected, by `id`, and those
             # that have landed and have not been given to the worker yet.
             self._waiting: defaultdict[str, set[int]] = defaultdict(set)
             self._ready: defaultdict[str, dict[_Member, None]] = defaultdict(dict)
-            self._arithmetic: _Arithmetic | None = None  # that of the running step
+            self._num_threads = 0  # of the running step; 0 as long as nothing has landed in it
             self._squares = 0.0  # the sum of the squared norms that have landed
             self._again_bytes = 0  # of parameters that had landed in time, and landed once more
             self.is_scaled = self._is_clipped = False
-            self._tasks.clear()
             for member in self._members.values():
                 member.landings, member.landed = 0, None
                 if not self.stats.steps_ahead:
@@ -411,7 +408,9 @@ class StepOverlap:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         ]
-        own = _without_overlaps([(p, n) for p, n in grouped if _can_have_shadow(p)])
+        own = [(p, n) for p, n in grouped if _can_have_shadow(p)]
+        shared = find_overlaps([p for p, _ in own])
+        own = [each for place, each in enumerate(own) if place not in shared]
         before, self._members = self._members, {}
         are_known = all(id(parameter) in before for parameter, _ in own)
         names = {} if are_known else self._find_layers()
@@ -426,7 +425,7 @@ class StepOverlap:
                 if key in self._hooks:
                     self._hooks.pop(key).remove()
                 land = call_weakly(self._land)
-                self._hooks[key] = parameter.register_post_accumulate_grad_hook(land)  # type: ignore[no-untyped-call]
+                self._hooks[key] = parameter.register_post_accumulate_grad_hook(land)
 
     def _comes_last(self, parameter: torch.Tensor) -> bool:
         """Whether no other hook is called after `_land`, which could replace the gradient."""
@@ -453,25 +452,18 @@ class StepOverlap:
             member = self._members.get(id(parameter))
             if member is None:
                 return
-            task = current_graph_task()
-            if task != -1 and task not in self._tasks:
-                self._tasks.add(task)
-                call_after_backward(functools.partial(call_weakly(self._end_backward), task))
-            self._give_complete_layers()
+            self._give_layers()
             member.landings += 1
             if member.landed is not None:  # one backward more than in the step before
                 member.landed = None
                 self._again_bytes += parameter.nbytes
-            ready, waiting = self._ready[member.layer], self._waiting[member.layer]
-            ready.pop(member, None)
+            self._ready[member.layer].pop(member, None)
             if member.landings == member.expected:
-                ready[member] = None
-                waiting.discard(id(parameter))
-                if not waiting:
-                    self._complete.append(member.layer)
+                self._ready[member.layer][member] = None
+                self._waiting[member.layer].discard(id(parameter))
             # Otherwise when the next gradient lands: this one may be replaced.
             if self._comes_last(parameter):
-                self._give_complete_layers()
+                self._give_layers()
 
     def _forget_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Forget what has landed of parameters that another optimizer has stepped.
@@ -486,27 +478,21 @@ class StepOverlap:
                 if member is not None:
                     member.landed = None
 
-    def _end_backward(self, task: int) -> None:
-        with self._lock:
-            self._tasks.discard(task)
-            self._complete += self._ready
-            self._give_complete_layers()
-
-    def _give_complete_layers(self) -> None:
+    def _give_layers(self) -> None:
         """Let the worker step the layers whose gradients are complete."""
-        while self._complete:
-            members = self._ready.pop(self._complete.pop(), {})
-            optimizer = self._optimizer()
+        optimizer = self._optimizer()
+        for layer in [each for each in self._ready if not self._waiting[each]]:
+            members = self._ready.pop(layer)
             # Several processes may sum gradients after they have landed, without a version.
             if members and optimizer is not None and num_processes() == 1:
                 self._give(optimizer, members)
 
     def _give(self, optimizer: Optimizer, members: Iterable[_Member]) -> None:
         """Give parameters, whose gradients are complete, to the worker."""
-        self._arithmetic = self._arithmetic or _Arithmetic.now()
-        if self._arithmetic.flushes:
+        self._num_threads = self._num_threads or _num_threads()
+        if not self._num_threads:
             return  # clipping would flush gradients, too
-        options: dict[int, _Options] = {}
+        options: dict[int, _Marked] = {}
         job = []
         for member in members:
             gradient = member.parameter.grad
@@ -521,7 +507,7 @@ class StepOverlap:
         only_norms = not any(shadow for *_, shadow in job)
         if not job or (only_norms and (self.max_norm is None or self._shares_cores)):
             return
-        run = functools.partial(self._run, optimizer, job, self._arithmetic)
+        run = functools.partial(self._run, optimizer, job, self._num_threads)
         event = self._worker.submit(run)
         self._pending.append(event)
         recorder = self._engine.transfers.account.recorder
@@ -536,11 +522,10 @@ class StepOverlap:
 
     def _find_shadow(self, member: _Member, state: Mapping[str, Any]) -> _Shadow | None:
         """The parameter's shadow, which is made if the budget has room for it."""
-        parameter = member.parameter
-        tensors = _tensors_in(state)
+        parameter, tensors = member.parameter, _tensors_in(state)
         if any(each.device.type != "cpu" or each.requires_grad for each in tensors.values()):
             return None
-        if member.shadow is not None and not member.shadow.fits(state):
+        if member.shadow is not None and not member.shadow.fits(parameter, state):
             member.shadow, member.has_room = None, True
         if member.shadow is None and member.has_room:
             need_bytes = parameter.nbytes + sum(each.nbytes for each in tensors.values())
@@ -548,10 +533,7 @@ class StepOverlap:
             if member.has_room:
                 made = {name: self._make(parameter, each) for name, each in tensors.items()}
                 shadow = _Shadow(self._make(parameter, parameter), made)
-                # Arithmetic in another layout may round otherwise.
-                member.has_room = shadow.fits(state) and _layout(shadow.values) == _layout(
-                    parameter
-                )
+                member.has_room = shadow.fits(parameter, state)
                 member.shadow = shadow if member.has_room else None
         return member.shadow
 
@@ -593,27 +575,22 @@ class StepOverlap:
 
     # ---- in the worker ------------------------------------------------------------------------
 
-    def _run(self, optimizer: Optimizer, job: Sequence[_Work], arithmetic: _Arithmetic) -> None:
+    def _run(self, optimizer: Optimizer, job: Sequence[_Work], num_threads: int) -> None:
         begin_s = time.perf_counter()
         try:
-            arithmetic.set()
+            _compute_with(num_threads)
             with torch.no_grad():
                 if self.max_norm is not None:
-                    self._add_norms(job, arithmetic)
+                    norms = _norms([gradient for _, gradient, *_ in job], num_threads)
+                    for (landed, *_), norm in zip(job, norms, strict=True):
+                        landed.norm = norm
+                    with self._lock:
+                        self._squares += sum(float(norm) ** 2 for norm in norms)
                 work = [(*each, shadow) for *each, shadow in job if shadow is not None]
                 if work and self._goes_on():
                     self._step_shadows(optimizer, work)
         finally:
-            with self._lock:
-                self._count(worker_s=time.perf_counter() - begin_s)
-
-    def _add_norms(self, job: Sequence[_Work], arithmetic: _Arithmetic) -> None:
-        norms = _norms([gradient for _, gradient, *_ in job], arithmetic)
-        for (landed, *_), norm in zip(job, norms, strict=True):
-            landed.norm = norm
-        squares = sum(float(norm) ** 2 for norm in norms)
-        with self._lock:
-            self._squares += squares
+            self._count(worker_s=time.perf_counter() - begin_s)
 
     def _step_shadows(self, optimizer: Optimizer, work: Sequence[tuple[Any, ...]]) -> None:
         groups: dict[int, dict[str, Any]] = {}
@@ -677,7 +654,7 @@ class StepOverlap:
             for member in self._members.values():
                 member.expected = member.landings  # as often as in this step
             self.forget(optimizer)
-            self._set(shadow_bytes=self._shadow_bytes())
+            self._count(shadow_bytes=self._shadow_bytes() - self.stats.shadow_bytes)
         return loss
 
     def clip(self, optimizer: Optimizer) -> torch.Tensor | None:
@@ -735,7 +712,7 @@ class StepOverlap:
     def _find_current(self, optimizer: Optimizer, landed: Sequence[_Landed]) -> list[_Landed]:
         """Find what has landed and is still what a step taken now would begin with."""
         # With another number of threads, norms can have other bits.
-        if self.is_scaled or not _is_plain() or self._arithmetic != _Arithmetic.now():
+        if self.is_scaled or not _is_plain() or self._num_threads != _num_threads():
             return []
         groups = optimizer.param_groups
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -767,7 +744,7 @@ class StepOverlap:
         # Before `step`, a scaler may have unscaled the gradients, which raises no version.
         known = [] if self._is_clipped else current
         norms = {id(n.member.parameter.grad): n.norm for n in known if n.norm is not None}
-        self.grad_norm = _total_norm(gradients, norms, _Arithmetic.now())
+        self.grad_norm = _total_norm(gradients, norms)
         factor = torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
         # Guard unclipped-only: what was stepped ahead with gradients as they landed is committed
         # only if clipping multiplies by 1. NaN is not 1.
@@ -818,24 +795,20 @@ class StepOverlap:
         if num_bytes:
             good_bytes = sum(each.member.parameter.nbytes for each in current)
             share = self.stats.twice_share
-            share += _NEWEST * (1 - good_bytes / num_bytes - share)
-            self._set(twice_share=share, steps_ahead=share < _TOO_MUCH)
+            self._count(twice_share=_NEWEST * (1 - good_bytes / num_bytes - share))
 
     def note_fork(self) -> None:
         """Forget what was stepped ahead, in a forked child, which does not have the worker."""
-        self._lock, self._pending, self._worker = threading.RLock(), [], self._make_worker()
+        self._lock, self._pending = threading.RLock(), []
+        device = self._engine.transfers.device
+        self._worker = device.lane("ebbtide-optimizer", "cpu_optimizer")
         for member in self._members.values():
             member.landed = None
 
-    def _make_worker(self) -> AbstractLane:
-        return self._engine.transfers.device.lane("ebbtide-optimizer", "cpu_optimizer")
-
     def _count(self, **more: float) -> None:
-        self._set(**{name: getattr(self.stats, name) + value for name, value in more.items()})
-
-    def _set(self, **values: Any) -> None:
         with self._lock:
-            self.stats = OverlapStats(**{**vars(self.stats), **values})
+            counted = {name: getattr(self.stats, name) + value for name, value in more.items()}
+            self.stats = replace(self.stats, **counted)
 
     def close(self) -> None:
         """Let the optimizer be as it was before. What was stepped ahead is forgotten."""
@@ -876,29 +849,14 @@ def _can_step(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     )
 
 
-def _without_overlaps(own: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-    """Leave out parameters whose memory overlaps with that of another one."""
-    by_place = sorted((p.data_ptr(), place) for place, (p, _) in enumerate(own) if p.numel())
-    overlapping = set()
-    end, last = 0, -1
-    for begin, place in by_place:
-        parameter = own[place][0]
-        if begin < end:
-            overlapping |= {last, place}
-        if end_of(parameter) > end:
-            end, last = end_of(parameter), place
-    return [each for place, each in enumerate(own) if place not in overlapping]
-
-
 def _total_norm(
-    gradients: Sequence[torch.Tensor], known: Mapping[int, torch.Tensor], arithmetic: _Arithmetic
+    gradients: Sequence[torch.Tensor], known: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """The norm of all gradients, by the operations of `torch.nn.utils.get_total_norm`.
 
     Args:
         gradients: in the order in which torch would be given them.
         known: the norms of some of them, by `id`.
-        arithmetic: that of the calling thread.
     """
     if not known and not (gradients and _is_plain() and all(map(_is_ordinary, gradients))):
         return torch.nn.utils.get_total_norm(gradients)
@@ -908,7 +866,7 @@ def _total_norm(
         for (device, _), ((tensors, *_), _) in grouped.items():
             missing = [each for each in tensors if id(each) not in known]
             if missing and has_foreach_support(missing, device):
-                computed = list(_norms(missing, arithmetic))
+                computed = list(_norms(missing, _num_threads()))
             else:
                 computed = [torch.linalg.vector_norm(each, 2.0) for each in missing]
             new = iter(computed)
@@ -918,24 +876,25 @@ def _total_norm(
         return total
 
 
-def _norms(gradients: Sequence[torch.Tensor], arithmetic: _Arithmetic) -> Sequence[torch.Tensor]:
+def _norms(gradients: Sequence[torch.Tensor], num_threads: int) -> Sequence[torch.Tensor]:
     """The norm of each gradient, by the operation of `torch.nn.utils.get_total_norm`.
 
     That operation reads a gradient on the host with one core, so several threads share them.
 
     Args:
         gradients: on one device, and of one type.
-        arithmetic: that of the calling thread.
+        num_threads: see `_num_threads`.
     """
     num_bytes = sum(each.nbytes for each in gradients)
-    num_threads = min(arithmetic.num_threads, len(gradients), num_bytes // _LARGE_BYTES)
+    num_readers = min(num_threads, len(gradients), num_bytes // _LARGE_BYTES)
     on_host = gradients[0].device.type == "cpu"
-    if num_threads < 2 or not on_host or not all(map(_is_ordinary, gradients)):
+    if num_readers < 2 or not on_host or not all(map(_is_ordinary, gradients)):
         return torch._foreach_norm(list(gradients), 2.0)
     order = sorted(range(len(gradients)), key=lambda number: -gradients[number].nbytes)
-    shares = [order[first::num_threads] for first in range(num_threads)]
+    shares = [order[first::num_readers] for first in range(num_readers)]
     norms: dict[int, torch.Tensor] = {}
-    with ThreadPoolExecutor(num_threads, initializer=arithmetic.set) as pool:
+    start = functools.partial(_compute_with, num_threads)
+    with ThreadPoolExecutor(num_readers, initializer=start) as pool:
         work = ([gradients[number] for number in share] for share in shares)
         for share, computed in zip(shares, pool.map(_foreach_norm, work), strict=True):
             norms.update(zip(share, computed, strict=True))

@@ -12,7 +12,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
@@ -65,7 +64,7 @@ def find_shared(
             first = tensors[positions[0]]
             others = count_storage_users(first) - ALONE + 1 - len(positions) * (1 + aliases)
             between_processes = first.device.type == "cpu" and first.is_shared()  # type: ignore[no-untyped-call]
-            if others or between_processes or _overlap([tensors[each] for each in positions]):
+            if others or between_processes or find_overlaps([tensors[each] for each in positions]):
                 found.update(positions)
         return found
 
@@ -76,16 +75,19 @@ def find_shared(
     return shared
 
 
-def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    ranges = sorted((tensor.data_ptr(), end_of(tensor)) for tensor in tensors if tensor.numel())
-    return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
-
-
-def end_of(tensor: torch.Tensor) -> int:
-    """Return the address behind the last element of a tensor."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+def find_overlaps(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Find the positions of the tensors whose memory overlaps with that of another one."""
+    found = set()
+    end, last = 0, -1
+    for begin, position in sorted((t.data_ptr(), n) for n, t in enumerate(tensors) if t.numel()):
+        if begin < end:
+            found |= {last, position}
+        tensor = tensors[position]
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        num_elements = 1 + sum((size - 1) * stride for size, stride in steps)
+        if begin + num_elements * tensor.element_size() > end:
+            end, last = begin + num_elements * tensor.element_size(), position
+    return found
 
 
 def is_foreign(tensor: torch.Tensor) -> bool:
