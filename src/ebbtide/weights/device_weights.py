@@ -110,18 +110,6 @@ class WeightTensor(AbstractAway):
 
 
 @final
-class _BackwardHold(Hold):
-    """What one backward pass holds; see [Note: deaths].
-
-    Attributes:
-        task: the id of autograd's graph task.
-    """
-
-    __slots__ = ("task",)
-    task: int
-
-
-@final
 class _WeightHold(Hold):
     """What one saved weight holds; see [Note: deaths].
 
@@ -259,8 +247,7 @@ class DeviceWeights(AbstractWeights):
             if isinstance(module._parameters, SubstitutingDict):
                 module._parameters = dict(module._parameters.items())
         if not self._transfers.gate.is_inherited:
-            self._leave_all()
-            self.keep_changes()
+            self._end_all()
         super().detach(to)
 
     def _use(self, transfers: Transfers) -> None:
@@ -286,6 +273,8 @@ class DeviceWeights(AbstractWeights):
 
     @_with_the_lock
     def _begin_forward(self) -> None:
+        if not (self._running or in_backward()):
+            self._end_raised()
         if not self._is_in_forward():
             self._start_over()
         self._running += 1
@@ -303,7 +292,8 @@ class DeviceWeights(AbstractWeights):
     def _end_forward(self) -> list[AbstractEvent]:
         self._running -= 1
         if not self._running:
-            self._leave_interrupted()
+            if not self._backwards and any(group.open for group in self.groups):
+                self._leave_all()  # torch calls no hook of modules that an interrupt has ended
             self._forget()
             self._check_views()
         return self._copies_to_wait_for()
@@ -337,15 +327,12 @@ class DeviceWeights(AbstractWeights):
             with contextlib.suppress(OSError):  # compute waits for this copy, and has raised it
                 copied.synchronize()
 
-    def _leave_interrupted(self) -> None:
-        """Leave the groups of modules that an interrupt has ended, for which torch calls no hook.
-
-        No module runs now, unless a running backward recomputes it.
-        """
-        if not self._backwards and any(group.open for group in self.groups):
-            self._leave_all()
-
     @_with_the_lock
+    def _end_all(self) -> None:
+        self._leave_all()
+        self._end_raised()
+        self._keep_changes()
+
     def _leave_all(self) -> None:
         for group in self.groups:
             group.open = 0
@@ -360,7 +347,8 @@ class DeviceWeights(AbstractWeights):
         is_ended = self._backwards and not (self._running or in_backward())
         is_open = any(group.open for group in self.groups)
         if (is_ended and is_open) or self._transfers.is_broken:
-            self._leave_all()
+            with self._transfers.gate:
+                self._leave_all()
 
     @_with_the_lock
     def enter(self, group: WeightGroup) -> None:
@@ -654,14 +642,9 @@ class DeviceWeights(AbstractWeights):
                 self._bring(group)
 
     def _note_backward(self, task: int) -> None:
-        """Register callbacks for the end of the running backward pass, once for each pass."""
+        """Register a callback for the end of the running backward pass, once for each pass."""
         if task not in self._backwards:
-            # Autograd alone holds it: it dies with a backward that raises, and is not called then.
-            backward = functools.partial(self._end_backward, task)
-            call_after_backward(backward)
-            hold = _BackwardHold(backward, self._deaths.queue.append)
-            hold.task = task
-            self._deaths.awaited.add(hold)
+            call_after_backward(functools.partial(self._end_backward, task))
             self._backwards.add(task)
             self._transfers.begin_run()
 
@@ -671,19 +654,24 @@ class DeviceWeights(AbstractWeights):
 
     @_with_the_lock
     def _forget_backward(self, task: int) -> list[AbstractEvent]:
-        self._give_up_backward(task)
+        if task in self._backwards:  # else it was taken for one that has raised
+            self._backwards.remove(task)
+            self._transfers.end_run()
         if not self._running:
             self._forget()
         self._transfers.offloads.retire_finished()  # the host has waited for all gradients
         return self._copies_to_wait_for()
 
-    def _give_up_backward(self, task: int) -> None:
-        """Clean up after a backward pass that has ended or raised. Called with the lock held."""
-        if task in self._backwards:  # else it has ended in order, or an interrupt has ended all
-            self._backwards.remove(task)
-            if not self._running:
-                self._leave_interrupted()
+    def _end_raised(self) -> None:
+        """End backward passes that have raised, of which autograd says nothing.
+
+        One that another thread runs may be among them: then only its statistics are cut in two.
+        """
+        while self._backwards:
+            self._backwards.pop()
             self._transfers.end_run()
+        if any(group.open for group in self.groups):
+            self._leave_all()
 
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
         storage = tensor.untyped_storage()
@@ -731,7 +719,7 @@ class DeviceWeights(AbstractWeights):
         self._deaths.awaited.add(hold)
 
     def note_deaths(self) -> None:
-        """Note which saved weights, and which backward passes that raised, have died.
+        """Note which saved weights have died.
 
         Called with the lock held; see [Note: deaths]. Finished copies are forgotten, too, because
         their events hold memory.
@@ -742,11 +730,8 @@ class DeviceWeights(AbstractWeights):
         while died:
             hold = died.popleft()
             self._deaths.awaited.discard(hold)
-            if isinstance(hold, _BackwardHold):
-                self._give_up_backward(hold.task)
-            else:
-                assert isinstance(hold, _WeightHold)
-                self._forget_handle(hold.group, hold.transfers)
+            assert isinstance(hold, _WeightHold)
+            self._forget_handle(hold.group, hold.transfers)
 
     def _forget_handle(self, group: WeightGroup, transfers: Transfers) -> None:
         transfers.live -= 1
@@ -767,8 +752,7 @@ class DeviceWeights(AbstractWeights):
                 member.keep_change(None)
             member.put_back()
             member.device = member.link = None
-        awaited = [hold for hold in self._deaths.awaited if isinstance(hold, _WeightHold)]
-        handles = Counter(hold.group for hold in awaited)
+        handles = Counter(hold.group for hold in self._deaths.awaited)  # type: ignore[attr-defined]
         for group in self.groups:
             group.handles = handles[group]
         super().start_anew(transfers)
