@@ -22,7 +22,7 @@ from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
-from ebbtide.runtime.torch_internals import is_written_down, tree_leaves
+from ebbtide.runtime.torch_internals import is_written_down, modules_of, tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
 from ebbtide.units import few
@@ -118,16 +118,17 @@ def check_units(units: Sequence[Unit]) -> None:
         )
     for *_, named in units:
         for name, parameter in named:
-            if type(parameter) is not nn.Parameter:
-                raise PolicyError(
-                    f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; leave that "
-                    f"layer out: name the others, layers=[...]"
-                )
-            if parameter.layout is not torch.strided or parameter.is_nested:
+            kind = type(parameter).__name__
+            if type(parameter) is nn.Parameter:
                 kind = "nested" if parameter.is_nested else "sparse"
+            if (
+                type(parameter) is not nn.Parameter
+                or parameter.layout is not torch.strided
+                or parameter.is_nested
+            ):
                 raise PolicyError(
-                    f"{name} is {kind}, and the weights of a layer rest side by side as plain "
-                    f"bytes; leave its layer out: name the other layers with layers=[...]"
+                    f"{name} is no plain parameter ({kind}), and the weights of a layer rest side "
+                    f"by side as plain bytes; leave that layer out: name the others, layers=[...]"
                 )
             if parameter.is_inference():
                 raise PolicyError(
@@ -302,9 +303,6 @@ class AbstractWeights(ABC):
         # See [Note: what a model owns].
         self._uses = [(weakref.ref(module), own) for module, own in used]
         self._uses += [(weakref.ref(module), own) for module, own in _find_others(holds, used)]
-        self._members_of: weakref.WeakKeyDictionary[nn.Module, tuple[OffloadedParameter, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._state: MappedOptimizerState | None = None
         if any(group.resting.is_mapped for group in self.groups):
             most_bytes = 2 * max(group.size_bytes for group in self.groups)
@@ -395,13 +393,9 @@ class AbstractWeights(ABC):
 
     def versions_of(self, module: nn.Module) -> Hashable:
         """Return the versions of the host values of the weights that a module is called with."""
-        members = self._members_of.get(module)
-        if members is None:
-            inside = {id(each) for each in module.modules()}
-            used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
-            members = tuple(member for group in used for member in group.members)
-            self._members_of[module] = members
-        return tuple(each.parameter._version for each in members)
+        inside = {id(each) for each in modules_of(module)}
+        used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
+        return tuple(each.parameter._version for group in used for each in group.members)
 
     def _adopt(
         self,
@@ -491,18 +485,12 @@ class AbstractWeights(ABC):
         Raises:
             ForkedProcessError: this process was forked from the one that did.
         """
-        if self._is_lost():
-            raise ForkedProcessError(
-                "the weights of this model rest in page-locked memory, which the process that this "
-                "one was forked from has for itself. Offload only after the processes have been "
-                "forked, or use the method 'spawn'"
-            )
         if self._transfers.gate.is_inherited:
             raise ForkedProcessError(
                 "the weights of this model rest in memory or files of the process that this one "
-                "was forked from. To use the model here, call detach() on the offload's handle "
-                "first, which copies the weights, and offload again; or offload only after the "
-                "processes have been forked"
+                "was forked from. Offload only after the processes have been forked, or use the "
+                "method 'spawn'. Of weights in files, detach() on the offload's handle makes a "
+                "copy for this process, which can be offloaded again"
             )
 
     def _begin(
