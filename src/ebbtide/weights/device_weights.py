@@ -30,12 +30,12 @@ from ebbtide.runtime.torch_internals import (
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
 from ebbtide.weights.gradients import Gradients, cast_parameter, wait_for_scales
-from ebbtide.weights.groups import WeightGroup
 from ebbtide.weights.hooks import AbstractWeights
 from ebbtide.weights.parameters import (
     Conversion,
     DeviceParameter,
     OffloadedParameter,
+    WeightGroup,
     moves_to,
 )
 

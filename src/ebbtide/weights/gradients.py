@@ -21,8 +21,7 @@ from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
 from ebbtide.runtime.torch_internals import current_graph_task
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import Landing, RestingSlot
-from ebbtide.weights.groups import WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, WeightGroup
 
 # ---- Makes the scaler right for gradients on the host whose scale is on an accelerator
 #

@@ -31,11 +31,11 @@ from ebbtide.units import few
 from ebbtide.weights.device_weights import DeviceWeights
 from ebbtide.weights.hooks import (
     AbstractWeights,
+    MappedWeights,
     bring_state,
     joins_parameters,
     parameters_of,
 )
-from ebbtide.weights.mapped_weights import MappedWeights
 
 CPU: Final = torch.device("cpu")
 

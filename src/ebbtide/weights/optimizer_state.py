@@ -23,8 +23,7 @@ from ebbtide.errors import StoreFullError, warn_user
 from ebbtide.runtime.torch_internals import count_storage_users
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.stores.store import AbstractStore
-from ebbtide.weights.groups import WeightGroup
-from ebbtide.weights.parameters import ALONE, OffloadedParameter
+from ebbtide.weights.parameters import ALONE, OffloadedParameter, WeightGroup
 
 _PAGER_S = 0.001  # interval at which the pager checks the mapped pages during an optimizer step
 _CHECKS_A_LOOK = 20  # checks of the pages between two looks at whether the step still runs
