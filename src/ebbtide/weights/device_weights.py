@@ -258,6 +258,7 @@ class DeviceWeights(AbstractWeights):
         self._running = 0  # forward passes of the model that are running
         self._backwards: set[int] = set()  # ids of autograd's graph tasks that are running
         self._given: dict[OffloadedParameter, WeightGroup] = {}  # those with a device parameter
+        self._linked: list[OffloadedParameter] = []  # those that may have a link
         # Views that are changed no more, because the buffer that they are of is not written back:
         # the weight's name, the memory, and a tensor that shares the views' version counter.
         self._viewed: list[tuple[str, StorageWeakRef, DeviceParameter]] = []
@@ -345,8 +346,7 @@ class DeviceWeights(AbstractWeights):
         Code that neither a forward nor a backward runs finds parameters in modules.
         """
         is_ended = self._backwards and not (self._running or in_backward())
-        is_open = any(group.open for group in self.groups)
-        if (is_ended and is_open) or self._transfers.is_broken:
+        if self._transfers.is_broken or (is_ended and any(group.open for group in self.groups)):
             with self._transfers.gate:
                 self._leave_all()
 
@@ -453,6 +453,7 @@ class DeviceWeights(AbstractWeights):
             assert member.device is not None
             memory = StorageWeakRef(member.device.untyped_storage())  # type: ignore[no-untyped-call]
             taken.append((member.name, memory, member.let_go()))
+            self._linked.append(member)
             del self._given[member]
         for name, memory, device in taken:
             group = self._at.get(memory.cdata)
@@ -464,8 +465,8 @@ class DeviceWeights(AbstractWeights):
         """Forget the device parameters of a forward or a backward that ends; see `_take_back`."""
         self._keep_changes()
         self._take_back([each for each, group in self._given.items() if not group.open])
-        for _, member in self.members():
-            member.link = None
+        while self._linked:
+            self._linked.pop().link = None
 
     def _is_viewed(self, buffer: torch.Tensor) -> bool:
         """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
