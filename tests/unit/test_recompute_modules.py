@@ -281,18 +281,15 @@ class Listed(Block):
 
 @each_mode
 @pytest.mark.parametrize(
-    ("kept", "is_recomputed"),
+    "kept",
     [
-        ([torch.zeros(3)], True),
-        ({"a": torch.zeros(1), "b": [torch.zeros(2)]}, True),
-        ((torch.zeros(3),), False),  # nothing can take the place of what a tuple holds
-        ([{"a": (torch.zeros(3),)}], False),
+        [torch.zeros(3)],
+        {"a": torch.zeros(1), "b": [torch.zeros(2)]},
+        (torch.zeros(3),),
+        [{"a": (torch.zeros(3),)}],
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*not-recomputed")
-def test_tensors_in_lists_dicts_and_tuples_change_once(
-    kept: Any, is_recomputed: bool, mode: str
-) -> None:
+def test_tensors_in_lists_dicts_and_tuples_change_once(kept: Any, mode: str) -> None:
     def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
         value = loss(model, inputs)
         then = [each.clone() for each in tree_leaves([each.kept for each in model.layers])]
@@ -304,7 +301,7 @@ def test_tensors_in_lists_dicts_and_tuples_change_once(
         return Stack(nn.ModuleList(Listed(kept) for _ in range(3)))
 
     stats = compare(build, policy(mode), draw, backward=backward)
-    assert (stats.recomputed_bytes > 0) == is_recomputed
+    assert stats.recomputed_bytes > 0
 
 
 @each_mode
@@ -352,7 +349,7 @@ def test_a_large_buffer_that_the_forward_changes_later_is_refused() -> None:
         step(handle, model)
         layer.counts = True
         with pytest.raises(
-            PolicyError, match=r"layer 0 \(layers.0\).*changes seen .*leave the lay"
+            SavedTensorModifiedError, match=r"seen of layer 0 \(layers.0\).*leave the lay"
         ):
             step(handle, model)
         # Copies may outlive the step.
@@ -381,7 +378,7 @@ def test_a_layer_that_changes_its_input_later_is_refused() -> None:
     with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
         step(handle, model)
         model.layers[1].in_place = True
-        with pytest.raises(PolicyError):
+        with pytest.raises(SavedTensorModifiedError):
             step(handle, model)
 
 
@@ -473,10 +470,11 @@ class Shared(Block):
 @each_mode
 @pytest.mark.parametrize("layer", [Masked, Shared])
 @pytest.mark.parametrize("change", [*REPLACE, _doubled])
+@pytest.mark.filterwarnings("ignore:.*not-recomputed")
 def test_a_bias_may_change_before_backward(
     change: Callable[[Tensor], None], layer: type[Block], mode: str
 ) -> None:
-    """Autograd does not save it, so plain training may, and backward computes as it was."""
+    """Autograd does not save it, so plain training may; the layers are not recomputed."""
 
     def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
         value: Tensor = loss(model, inputs)
@@ -490,7 +488,7 @@ def test_a_bias_may_change_before_backward(
         return Stack(nn.ModuleList([layer(), layer()]))
 
     stats = compare(build, policy(mode), draw, backward=backward, layers=["layers.?"])
-    assert stats.recomputed_bytes > 0
+    assert stats.recomputed_bytes == 0
 
 
 class OwnBias(Block):
@@ -511,6 +509,7 @@ def _halved_through_data(tensor: Tensor) -> None:
 
 @each_mode
 @pytest.mark.parametrize("change", [_doubled, _replaced, _halved_through_data])
+@pytest.mark.filterwarnings("ignore:.*not-recomputed")
 def test_a_bias_that_the_forward_itself_changes_changes_once(
     change: Callable[[Tensor], None], mode: str
 ) -> None:
@@ -522,17 +521,15 @@ def test_a_bias_that_the_forward_itself_changes_changes_once(
 
 
 @each_mode
-def test_a_bias_may_change_between_two_backwards(mode: str) -> None:
-    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
-        value: Tensor = loss(model, inputs)
-        value.backward(retain_graph=True)
-        for each in model.layers:
-            _doubled(each.linear.bias)
-        value.backward()
-        return value
-
-    stats = compare(lambda: stack(2), policy(mode), draw, backward=backward, layers=["layers.?"])
-    assert stats.recomputed_bytes > 0
+def test_a_bias_that_changes_between_two_backwards_is_noticed(mode: str) -> None:
+    model = stack(2)
+    with ebbtide.offload(model, activations=policy(mode), layers=["layers.?"]) as handle:
+        step(handle, model)  # verifies
+        loss = squares(model, draw())
+        loss.backward(retain_graph=True)
+        _doubled(model.layers[1].linear.bias)
+        with pytest.raises(SavedTensorModifiedError):
+            loss.backward()
 
 
 @each_mode
@@ -655,6 +652,7 @@ def test_layers_that_extend_a_filled_cache_are_not_recomputed() -> None:
 
     expected = run()
     with ebbtide.offload(model, activations=policy("recompute")) as handle:
+        assert torch.equal(run(), expected)
         assert torch.equal(run(), expected)
         with warned("not-recomputed"):
             assert torch.equal(run(), expected)

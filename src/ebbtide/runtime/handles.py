@@ -293,7 +293,7 @@ def is_of_checkpoint(pack: Any) -> bool:
 
 def is_of_recomputed(pack: Any) -> bool:
     """Whether a pack hook belongs to the checkpoint of a recomputed layer."""
-    return bool(pack.__module__ == "ebbtide.runtime.recompute")
+    return pack.__module__ in ("ebbtide.runtime.recompute", "ebbtide.runtime.verification")
 
 
 class AbstractAway(AbstractSaved):

@@ -1,286 +1,156 @@
-"""Finds what the forward of a module names outside of modules, because it may change that.
+"""Finds what a forward can read or change besides its arguments and tensors, to put it back.
 
-A forward that runs again must leave no other traces than the first one. What it can reach without
-its arguments and its modules has names in its code: globals, variables of functions around it,
-attributes of classes, and attributes of plain objects that have such names. Defaults of arguments
-are there from one call to the next, too.
+A forward that runs again must leave no other traces than the first one, and find what that found.
+What it can reach has names: attributes of its modules, and what its code names outside of modules,
+such as globals, variables of functions around it, attributes of classes and of plain objects, and
+defaults of arguments. Whatever holds such values is a `Place`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
+import operator
+import random
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Final, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
 from ebbtide.runtime.torch_internals import modules_of
 
 _MOST_FUNCTIONS: Final = 200  # that are looked through for one module
+_MOST_ENTRIES: Final = 10_000  # of a list or dict whose content counts
+_MOST_ARRAY_BYTES: Final = 64 * 2**10
 _LIBRARIES: Final = sys.stdlib_module_names - {"__main__"} | {"torch", "ebbtide", "numpy"}
 _IMPLICIT: Final = ("__call__", "__next__", "__iter__", "__getitem__", "__enter__", "__exit__")
 """Methods that code calls without their names."""
 
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS: Final = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set, tuple})
 _STATELESS: Final = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property)
+_NOT_NOTED: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+"""The attributes in which modules hold parameters, buffers, submodules and hooks, and the one that
+ebbtide sets."""
 
 
-class Variable(NamedTuple):
-    """A variable that a forward names.
+# ---- Places: what holds values --------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Something that holds values.
 
     Attributes:
-        holder: what holds it: a dict, a class, the cell of a variable of a function around another
-            one, or the defaults of a function's arguments.
-        name: its name there, or its number among the defaults.
-        value: its present value.
+        holder: a module, a class, a dict, a list, a deque, a set, a tuple, or the cell of a
+            variable of a function around another one.
+        names: the names of the values that count, in a class or a dict; None: all of them.
     """
 
     holder: Any
-    name: Any
-    value: Any
+    names: Set[str] | None = None
 
-    def now(self) -> Any:
-        """Return its value now; `GONE` if it has been deleted."""
-        holder = self.holder
-        try:
-            if isinstance(holder, types.CellType):
-                return holder.cell_contents
-            return (vars(holder) if isinstance(holder, type) else holder)[self.name]
-        except (KeyError, ValueError):  # of a dict, of a cell
-            return GONE
+    def read(self) -> Any:
+        """Return what it holds now: a list, a set, or a dict."""
+        holder, names = self
+        if type(holder) is dict:  # most are
+            if names is None:
+                return holder.copy()
+            return {name: holder[name] for name in holder.keys() & names}
+        if isinstance(holder, nn.Module):
+            return {name: each for name, each in vars(holder).items() if name not in _NOT_NOTED}
+        if isinstance(holder, types.CellType):
+            try:
+                return [holder.cell_contents]
+            except ValueError:  # not assigned
+                return []
+        if isinstance(holder, set):
+            return holder.copy()
+        held = vars(holder) if isinstance(holder, type) else holder
+        if not isinstance(held, dict | types.MappingProxyType):
+            return [*held]
+        return dict(held) if names is None else {name: held[name] for name in held.keys() & names}
 
-
-GONE: Final = object()
-
-
-def assign(holder: Any, name: Any, value: Any) -> None:
-    """Give a variable another value; see `Variable`. The holder may be a list, too."""
-    if isinstance(holder, types.CellType):
-        holder.cell_contents = value
-    elif isinstance(holder, type):
-        setattr(holder, name, value)
-    else:
-        holder[name] = value
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """All names of globals and attributes in a function and in the functions inside it."""
-    names = dict.fromkeys(code.co_names)
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            names.update(dict.fromkeys(_names_in(each)))
-    return tuple(names)
-
-
-def _is_of_library(module_name: object) -> bool:
-    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
-
-
-def find_outside(modules: Sequence[nn.Module]) -> tuple[list[Variable], list[nn.Module]]:
-    """Return what is outside of modules and named by their forwards and their hooks.
-
-    Args:
-        modules: a module, and its submodules after it.
-
-    Returns:
-        Variables, among which are no functions, classes and modules, and modules that belong to
-        others. Those that the given ones are part of are not among them.
-    """
-    found: dict[tuple[int, Any], Variable] = {}
-    named: dict[nn.Module, None] = {}
-    for module in modules:
-        walk = _Walk(module)
-        found |= walk.found
-        named |= walk.modules
-    own = set(modules)
-    others: dict[nn.Module, None] = {}
-    for each in named:
-        parts = modules_of(each)
-        if own.isdisjoint(parts):
-            others |= dict.fromkeys(parts)
-    return list(found.values()), list(others)
-
-
-@final
-class Outside:
-    """The variables outside of a model's layers, which are looked for once.
-
-    They are looked for again if the layer has other hooks or forwards, or if an object that holds
-    some of them was replaced. What the first forward makes is there in the second one.
-    """
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def find(
-        self, layer: nn.Module, modules: Sequence[nn.Module]
-    ) -> tuple[list[Variable], list[nn.Module]]:
-        """Return the variables with their present values, and modules; see `find_outside`.
+    def write(self, content: Any, now: Any = None) -> None:
+        """Have it hold again what `read` has returned.
 
         Args:
-            layer: the layer.
-            modules: the layer and its submodules.
+            content: what it has returned.
+            now: what it would return now; None: it is asked.
         """
-        beginnings = tuple(id(each) for module in modules for each in _beginnings(module))
-        known = self._known.get(layer)
-        if known is not None and known.beginnings == beginnings:
-            present = [each._replace(value=each.now()) for each in known.variables]
-            others = [module for each in known.others if (module := each()) is not None]
-            pairs = zip(known.variables, present, strict=True)
-            same = len(others) == len(known.others) and not any(
-                old.value is not None and new.value is not old.value for old, new in pairs
-            )
-            if same:
-                return [each for each in present if each.value is not GONE], others
-        found, others = find_outside(modules)
-        if layer in self._seen:
-            # Values are not kept, but for objects, whose attributes are among the variables.
-            kept = [v if _is_object(v.value) else v._replace(value=None) for v in found]
-            self._known[layer] = _Known(beginnings, kept, [weakref.ref(each) for each in others])
-        self._seen.add(layer)
-        return found, others
+        now, holder = self.read() if now is None else now, self.holder
+        if _holds(now, content):
+            return
+        if isinstance(holder, types.CellType):
+            if content:
+                holder.cell_contents = content[0]
+            else:
+                del holder.cell_contents
+        elif isinstance(holder, nn.Module) or self.names is not None:
+            self._write_names(now, content)
+        elif isinstance(holder, list):
+            holder[:] = content
+        else:
+            holder.clear()
+            if isinstance(holder, dict):
+                for key, value in content.items():  # `update` of a Counter adds
+                    holder[key] = value
+            else:
+                (holder.extend if isinstance(holder, deque) else holder.update)(content)
+
+    def _write_names(self, now: dict[str, Any], content: dict[str, Any]) -> None:
+        holder = self.holder
+        held = vars(holder) if isinstance(holder, nn.Module) else holder
+        for name in now.keys() - content.keys():
+            if isinstance(holder, type):
+                delattr(holder, name)
+            else:
+                del held[name]
+        for name, value in content.items():
+            if name in now and now[name] is value:
+                continue
+            if isinstance(holder, type):
+                setattr(holder, name, value)
+            else:
+                held[name] = value
 
 
-class _Known(NamedTuple):
-    """What was found for a layer, and the functions that it was found in begin with."""
-
-    beginnings: tuple[int, ...]
-    variables: list[Variable]
-    others: list[weakref.ref[nn.Module]]
-
-
-def _beginnings(module: nn.Module) -> Iterator[Any]:
-    """The functions that torch calls in a call of a module."""
-    yield type(module).forward
-    if "forward" in vars(module):
-        yield vars(module)["forward"]
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        if hooks:
-            yield from hooks.values()
+def _holds(now: Any, content: Any) -> bool:
+    if len(now) != len(content):
+        return False
+    if isinstance(content, set):
+        return bool(now == content)
+    if isinstance(content, dict):
+        if [*now] != [*content]:
+            return False
+        now, content = now.values(), content.values()
+    return all(map(operator.is_, now, content))
 
 
-@final
-class _Walk:
-    """Looks through the functions that a forward can call, as far as their names tell.
+def _place_in(value: Any, names: Set[str]) -> Place | None:
+    """Return the place that a value is; None if it is none.
 
     Args:
-        module: the module.
-
-    Attributes:
-        found: the variables, by where they are.
-        modules: modules that are named, in lists, tuples and dicts, too.
+        value: the value.
+        names: the names of attributes that count.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.found: dict[tuple[int, Any], Variable] = {}
-        self.modules: dict[nn.Module, None] = {}
-        self._functions: list[types.FunctionType] = []  # grows while they are looked through
-        self._objects: dict[int, Any] = {}
-        self._names: dict[str, None] = {}
-        for each in _beginnings(module):
-            self._look_at(each)
-        if not self._functions:
-            return
-        self._add_object(module)
-        for function in self._functions:
-            self._look_through(function)
-
-    def _look_at(self, value: Any) -> None:
-        """Note a function that may be called, or what it is made of."""
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        if isinstance(value, property):
-            value = value.fget
-        if isinstance(value, functools.partial):
-            self._look_at(value.func)
-        elif isinstance(value, types.MethodType):
-            self._add_object(value.__self__)
-            self._look_at(value.__func__)
-        elif (
-            isinstance(value, types.FunctionType)
-            and not _is_of_library(value.__module__)
-            and value not in self._functions
-            and len(self._functions) < _MOST_FUNCTIONS
-        ):
-            self._functions.append(value)
-
-    def _add_object(self, value: Any) -> None:
-        """Note an object, so that the methods and attributes that are named are found."""
-        if id(value) not in self._objects:
-            self._objects[id(value)] = value
-            for name in [*self._names, *_IMPLICIT]:
-                self._find_attribute(value, name)
-
-    def _add_modules(self, value: Any) -> None:
-        values = value.values() if type(value) is dict else value
-        if type(value) not in (list, tuple, dict):
-            values = (value,)
-        self.modules |= {each: None for each in values if isinstance(each, nn.Module)}
-
-    def _look_through(self, function: types.FunctionType) -> None:
-        names = function.__globals__
-        for name in _names_in(function.__code__):
-            if name in names:
-                self._note(names, name, names[name])
-            if name not in self._names:
-                self._names[name] = None
-                for each in [*self._objects.values()]:
-                    self._find_attribute(each, name)
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            if name != "__class__":
-                self._note(cell, name, content)
-        for number, value in enumerate(function.__defaults__ or ()):
-            self._note(function.__defaults__, number, value)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self._note(function.__kwdefaults__, name, value)
-
-    def _find_attribute(self, owner: Any, name: str) -> None:
-        """Note an attribute of an object or of its class."""
-        for each in _own_classes(owner):
-            if name in vars(each):
-                self._note(each, name, vars(each)[name])
-                break
-        if isinstance(owner, nn.Module):  # its attributes are noted with the module
-            value = vars(owner).get(name)
-            self._add_modules(value)
-            if _is_object(value):
-                self._add_object(value)
-        elif isinstance(owner, type):
-            return
-        elif name in getattr(owner, "__dict__", ()):
-            self._note(vars(owner), name, vars(owner)[name])
-
-    def _note(self, holder: Any, name: Any, value: Any) -> None:
-        self._look_at(value)
-        self._add_modules(value)
-        if isinstance(value, type) and not _is_of_library(value.__module__):
-            self._add_object(value)
-        if isinstance(value, _STATELESS) or hasattr(type(value), "__get__"):
-            return
-        if callable(value) and not _is_object(value):
-            return
-        self.found.setdefault((id(holder), name), Variable(holder, name, value))
-        if _is_object(value):
-            self._add_object(value)
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator that nothing can set back, unlike one of the program's own."""
-    return hasattr(type(value), "__next__") and not _is_object(value)
-
-
-_PLAIN_OBJECTS: Final = (bool, int, float, str, tuple, list, dict, set, Tensor)
+    if type(value) in _CONTAINERS or isinstance(value, tuple):
+        return Place(value) if len(value) <= _MOST_ENTRIES else None
+    if isinstance(value, functools.partial):
+        return Place((value.func, value.args, value.keywords))
+    if isinstance(value, types.MethodType):
+        return Place((value.__self__, value.__func__))
+    if isinstance(value, staticmethod | classmethod):
+        return Place((value.__func__,))
+    if isinstance(value, property):
+        return Place((value.fget,))
+    return Place(vars(value), names) if _is_object(value) else None
 
 
 def _is_object(value: Any) -> bool:
@@ -288,14 +158,273 @@ def _is_object(value: Any) -> bool:
     if isinstance(value, types.SimpleNamespace | argparse.Namespace):
         return True
     return (
-        not isinstance(value, (*_STATELESS, *_PLAIN_OBJECTS, types.FunctionType))
+        not isinstance(value, (*_STATELESS, types.FunctionType, Tensor))
         and hasattr(value, "__dict__")
         and not _is_of_library(type(value).__module__)
     )
 
 
-def _own_classes(owner: Any) -> Iterator[type]:
-    """The classes of an object, or a class and its bases, but for those of libraries."""
-    for each in (owner if isinstance(owner, type) else type(owner)).__mro__:
-        if not _is_of_library(each.__module__):
-            yield each
+def _is_of_library(module_name: object) -> bool:
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+# ---- What places hold, and whatever is in that ------------------------------------------------
+
+
+@final
+class Content:
+    """What some places hold now, and the lists, sets, dicts, tuples and objects in them.
+
+    Args:
+        places: the places.
+        names: the names of attributes of objects that count.
+        lasting: whether this outlives the forward that runs. Tensors are then held without their
+            graphs, which may hold this.
+
+    Attributes:
+        tensors: the tensors.
+        iterator: the name of an iterator, which nothing puts back; "" without one.
+    """
+
+    def __init__(self, places: Iterable[Place], names: Set[str], *, lasting: bool = False) -> None:
+        self.tensors: list[Tensor] = []
+        self._held: list[tuple[Place, Any]] = []
+        self._constant: list[Any] = []
+        self._states: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        self.iterator = ""
+        known: set[int] = set()
+        rest = [*places]
+        while rest:
+            place = rest.pop()
+            content = place.read()
+            if isinstance(place.holder, tuple):
+                self._constant += content
+            else:
+                self._held.append((place, content))
+            pairs = content.items() if isinstance(content, dict) else enumerate(content)
+            for name, value in [*pairs]:
+                if type(value) in _PLAIN:
+                    continue
+                if isinstance(value, Tensor):
+                    if lasting and value.grad_fn is not None and not isinstance(content, set):
+                        value = content[name] = without_graph(value)
+                    self.tensors.append(value)
+                elif id(value) not in known:
+                    known.add(id(value))
+                    inner = _place_in(value, names)
+                    if inner is not None:
+                        rest.append(inner)
+                    elif (state := _state_of(value)) is not None:
+                        self._states.append((*state, state[0]()))
+                    elif hasattr(type(value), "__next__"):
+                        self.iterator = str(name)
+
+    def values(self) -> Iterator[Any]:
+        """Yield all values that were found."""
+        yield from self._constant
+        for _, content in self._held:
+            yield from content.values() if isinstance(content, dict) else content
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Within the block all places hold again what they held."""
+        present = [place.read() for place, _ in self._held]
+        states = [(write, read()) for read, write, _ in self._states]
+        try:
+            self.put_back_for_good(present)
+            yield
+        finally:
+            for (place, _), now in zip(self._held, present, strict=True):
+                place.write(now)
+            for write, state in states:
+                write(state)
+
+    def put_back_for_good(self, present: Iterable[Any] = itertools.repeat(None)) -> None:
+        """Have all places hold again what they held.
+
+        Args:
+            present: what they hold now, in their order.
+        """
+        for (place, content), now in zip(self._held, present):  # noqa: B905
+            place.write(content, now)
+        for _, write, state in self._states:
+            write(state)
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and version that refers to no graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return what reads and what sets the state of a generator of random numbers or an array.
+
+    Returns None for other values, and for large arrays.
+    """
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    numpy, numpy_random = sys.modules["numpy"], sys.modules.get("numpy.random")
+    if type(value) is numpy.ndarray:
+        is_small = value.nbytes <= _MOST_ARRAY_BYTES and value.flags.writeable
+        return (value.copy, functools.partial(numpy.copyto, value)) if is_small else None
+    if numpy_random is not None and isinstance(value, numpy_random.RandomState):
+        return value.get_state, value.set_state
+    if numpy_random is not None and isinstance(value, numpy_random.Generator):
+        source = value.bit_generator
+        return (lambda: source.state), functools.partial(setattr, source, "state")
+    return None
+
+
+# ---- The places that code names ---------------------------------------------------------------
+
+
+class Reach(NamedTuple):
+    """What the code of some modules names. Nothing here keeps anything alive.
+
+    Attributes:
+        owners: functions, classes and modules around the given ones, each with the names of the
+            variables in it that may change.
+        names: names of attributes.
+        others: modules that are named and do not belong to the given ones.
+    """
+
+    owners: list[tuple[weakref.ref[Any], Set[str]]]
+    names: Set[str]
+    others: list[weakref.ref[nn.Module]]
+
+    def places(self) -> Iterator[Place]:
+        """Yield the places outside of modules."""
+        for known, names in self.owners:
+            owner = known()
+            if isinstance(owner, types.FunctionType):
+                if names:
+                    yield Place(owner.__globals__, names)
+                yield from _own_places(owner)
+            elif isinstance(owner, type):
+                yield Place(owner, names)
+            elif owner is not None:
+                yield Place(vars(owner), names)
+
+
+def find_reach(modules: Sequence[nn.Module]) -> Reach:
+    """Return what the forwards and the hooks of a module and its submodules name.
+
+    Args:
+        modules: the module, and its submodules after it.
+    """
+    own, looked_at = set(modules), dict.fromkeys(modules)
+    names: set[str] = {*_IMPLICIT}
+    owners: dict[Any, None] = {}
+    size = 0
+    while size != (size := len(names) + len(owners) + len(looked_at)):
+        roots = [Place((*_beginnings(each), *Place(each).read().values())) for each in looked_at]
+        roots += (Place(_named_in(each, names)) for each in owners)
+        for owner in [each for each in owners if isinstance(each, types.FunctionType)]:
+            roots += _own_places(owner)
+        for each in looked_at:
+            owners |= dict.fromkeys(_own_classes(type(each)))
+        for value in [*Content(roots, names).values()]:
+            if isinstance(value, types.FunctionType):
+                if not _is_of_library(value.__module__) and len(owners) < _MOST_FUNCTIONS:
+                    owners[value] = None
+                    names |= _names_in(value.__code__)
+            elif isinstance(value, nn.Module):
+                parts = modules_of(value)
+                if own.isdisjoint(parts):
+                    looked_at |= dict.fromkeys(parts)
+                elif value not in own:  # around the given ones, of which it is no part
+                    owners |= dict.fromkeys((value, *_own_classes(type(value))))
+            elif isinstance(value, type) or _is_object(value):
+                kind = value if isinstance(value, type) else type(value)
+                owners |= dict.fromkeys(_own_classes(kind))
+    return Reach(
+        [
+            (weakref.ref(each), frozenset(n for n, v in named.items() if _may_change(v)))
+            for each in owners
+            if (named := _named_in(each, names))
+            or (isinstance(each, types.FunctionType) and [*_own_places(each)])
+        ],
+        frozenset(names),
+        [weakref.ref(each) for each in looked_at if each not in own],
+    )
+
+
+def _named_in(owner: Any, names: Set[str]) -> dict[str, Any]:
+    """Return the variables that count in a function's globals, a class or a module."""
+    if isinstance(owner, types.FunctionType):
+        return Place(owner.__globals__, _names_in(owner.__code__)).read()  # type: ignore[no-any-return]
+    held = vars(owner)
+    return {name: held[name] for name in held.keys() & names - _NOT_NOTED}
+
+
+def _own_places(function: types.FunctionType) -> Iterator[Place]:
+    """Yield what a function holds itself."""
+    for held in (*(function.__closure__ or ()), function.__kwdefaults__):
+        if held:
+            yield Place(held)
+    defaults = function.__defaults__
+    if defaults and any(type(each) not in _PLAIN for each in defaults):
+        yield Place(defaults)
+
+
+def _beginnings(module: nn.Module) -> Iterator[Any]:
+    """The functions that torch calls in a call of a module."""
+    yield type(module).forward
+    forward = vars(module).get("forward")
+    if forward is not None:
+        yield from (forward, getattr(forward, "__wrapped__", forward))
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        if hooks:
+            yield from hooks.values()
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """All names of globals and attributes in a function and in the functions inside it."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def _own_classes(kind: type) -> list[type]:
+    """A class and its bases, but for those of libraries."""
+    return [each for each in kind.__mro__ if not _is_of_library(each.__module__)]
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value is no function, class or module."""
+    if isinstance(value, _STATELESS) or hasattr(type(value), "__get__"):
+        return False
+    return not callable(value) or _is_object(value)
+
+
+@final
+class Outside:
+    """What the code of a model's layers names, which is looked for once.
+
+    It is looked for again if the layer has other hooks or forwards, or if something that was named
+    is gone. What the first forward makes is there in the second one.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[object, Reach]]
+        self._known = weakref.WeakKeyDictionary()
+
+    def find(self, layer: nn.Module, modules: Sequence[nn.Module]) -> Reach:
+        """Return what the code of a layer names.
+
+        Args:
+            layer: the layer.
+            modules: the layer and its submodules.
+        """
+        beginnings = tuple(id(each) for module in modules for each in _beginnings(module))
+        known = self._known.get(layer)
+        if known is not None and known[0] == beginnings:
+            reach = known[1]
+            if all(each() is not None for each in (*(o for o, _ in reach.owners), *reach.others)):
+                return reach
+        reach = find_reach(modules)
+        # What was looked for before the first forward is looked for once more.
+        self._known[layer] = (None if known is None else beginnings), reach
+        return reach

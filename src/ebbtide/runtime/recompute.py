@@ -1,7 +1,7 @@
 """Runs the forwards of recomputed layers under a checkpoint, and again in backward.
 
-`Recomputations` counts what the layers do not save and what backward holds of them, `_Call` and its
-two kinds are the calls of a layer, and `RecomputedForward` stands in the place of its forward.
+`Recomputations` counts what the layers do not save and what backward holds of them, `_Call` is one
+call of a layer, and `RecomputedForward` stands in the place of its forward.
 
 [Note: recomputed layers] A recomputed layer runs under torch's non-reentrant checkpoint, which
 saves the layer's inputs and none of what the operations inside it save. The inputs are saved under
@@ -13,14 +13,13 @@ hooks.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ebbtide.devices.device import AbstractEvent, Layer, in_range
-from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import (
     ForwardReplacement,
@@ -45,23 +44,23 @@ from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
-from ebbtide.runtime.torch_internals import (
-    in_backward,
-    sequence_number,
-    top_hooks,
-)
+from ebbtide.runtime.torch_internals import in_backward, top_hooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import (
     SavedDigests,
+    SavedInOrder,
     Verifications,
+    Verified,
     differ,
     digest,
+    find_differences,
     sample,
 )
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.units import format_size
 
-_CHANGED: Final = "finds weights, buffers or inputs that were changed before backward"
+Pack = Callable[[Tensor], Any]
+"""Is called with each tensor that autograd saves, and returns what autograd keeps in its place."""
 
 
 @final
@@ -144,24 +143,7 @@ class Recomputations:
         """Count a call that would be recomputed and is not, because it is verified."""
         self._account.meter.num_verifying += 1
 
-    def refuse_changed(self, layer: Layer) -> None:
-        """Recompute no layer again in which the program changes what torch may not need.
-
-        Args:
-            layer: the layer that cannot run again, because something in it was changed. Others
-                whose forward has run, and whose weights or buffers were changed, are refused with
-                it, so that they do not end a step each.
-        """
-        self.verifications.refuse(layer, _CHANGED)
-        for hold in list(self._activations.deaths.awaited):
-            if isinstance(hold, RecomputedHold):
-                call: _RecomputedCall | None = hold()
-                if call is not None and call.finds_changes():
-                    self.verifications.refuse(hold.call.layer, _CHANGED)
-
-    def add(
-        self, owner: _RecomputedCall, call: RecomputedLayer, forward: ForwardLog
-    ) -> RecomputedHold:
+    def add(self, owner: _Call, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
         """Count a call whose first forward has ended.
 
         Args:
@@ -271,61 +253,27 @@ def recompute_later(
         args: the positional arguments.
         kwargs: the keyword arguments.
 
-    Raises:
-        PolicyError: the forward changes something that it would not find again, and did not when
-            it was verified.
     """
     layer, hooks, account, weights = recomputing
-    where = f"layer {layer.index} ({layer.name})"
     arguments = Arguments(args, kwargs)
     tensors = arguments.take_tensors()
     trained = any(tensor.requires_grad for tensor in tensors)
     if not trained and not any(weight.requires_grad for weight in module.parameters()):
         return forward(*args, **kwargs)  # it saves nothing
-    versions = _no_versions if weights is None else weights.versions_of
-    state = ModuleState(module, where, versions, account.outside)
+    state = ModuleState(module, account.outside, weights, arguments.others)
     if state.is_lazy:  # only this forward knows the shapes of its weights
-        account.note_verifying()
-        return forward(*args, **kwargs)
-    if state.iterator:  # not even to verify it
-        account.verifications.refuse(layer, f"may advance an iterator ({state.iterator})")
         account.note_verifying()
         return forward(*args, **kwargs)
     kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device)
     verified = account.verifications.find(kind)
-    parts = recomputing, module, forward, arguments, tensors, state
-    call: _Call
-    hooks_of_first: _VerifyingHooks | None = None
     if verified is None:
         account.note_verifying()
-        call = verifying = _VerifiedCall(kind, *parts)
-        hooks_of_first = verifying.hooks
-    else:
-        state.copy_unsaved(verified.unsaved)
-        call = _RecomputedCall(verified.sampled, verified.unfilled, *parts)
+    call = _Call(recomputing, module, forward, arguments, state, kind, verified)
     device = hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
         tensors = [*tensors, torch.empty(0, device=device)]
-    result = checkpoint(call.run, *tensors, use_reentrant=False)
-    change = call.find_change(tensors)
-    if change and verified is not None:
-        raise PolicyError(
-            f"{where} cannot be recomputed, because its forward {change}, which it did not the "
-            f"first time; leave the layer out: name the others with layers=[...]"
-        )
-    if hooks_of_first is not None and change:
-        account.verifications.refuse(layer, change)
-        hooks_of_first.number = None
-    return result
-
-
-def _no_versions(_: nn.Module) -> Hashable:
-    return None
-
-
-def _none_rests(_: Tensor) -> bool:
-    return False
+    return checkpoint(call.run, *tensors, use_reentrant=False)
 
 
 def _autocast(device: torch.device) -> Hashable:
@@ -340,22 +288,32 @@ def _has_plain_memory(tensor: Tensor) -> bool:
     return plain and bool(tensor.numel()) and not tensor.is_meta
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-class _Call(ABC):
+@final
+class _Call:
     """One call of a layer whose forward runs again: what it finds, and who is told of it.
 
-    The checkpoint holds it as long as the forward may run again.
+    The second forward saves what the first one has not. If the kind of call is not verified, the
+    first forward saves everything, as if the layer were not recomputed, and the second one is only
+    compared; see [Note: verified recomputation]. The checkpoint holds this object as long as the
+    forward may run again.
 
     Args:
         recomputing: the call, and who is told of it.
         module: the layer's module.
         forward: its forward.
         arguments: the arguments, without their tensors.
-        tensors: the tensors among them.
         state: the state of the module.
+        kind: the kind of call.
+        verified: what is known of the kind; None: it is verified now.
+
+    Attributes:
+        layer: the layer.
+        hooks: the hooks that are given what the layer saves if it is not recomputed.
+        verifications: which layers give the same bits again.
+        verified: as given.
+        digests: digests of what the first forward has saved, if this call is verified.
+        samples: what a recomputation is compared by: the 0-dim tensors on the host that the first
+            forward has saved, and a sample of one large tensor, by their numbers.
     """
 
     def __init__(
@@ -364,169 +322,150 @@ class _Call(ABC):
         module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
-        tensors: list[Tensor],
         state: ModuleState,
+        kind: Hashable,
+        verified: Verified | None,
     ) -> None:
-        self._recomputing = recomputing
+        self.layer, self.hooks, self._account, self._weights = recomputing
+        self.verifications = self._account.verifications
         self._module = module
         self._forward = forward
         self._arguments = arguments
-        self._versions = [_version(tensor) for tensor in tensors]
         self._state = state
+        self._kind = kind
+        self.verified = verified
+        self.digests = SavedDigests()
+        self.samples: dict[int, Tensor] = {}
+        self._changed_memory: Callable[[], list[int]] = list
+        self._changed_cache = ""
+        self._hold: RecomputedHold | None = None
 
     def run(self, *tensors: Tensor) -> Any:
         """Run the forward, for the first time or again."""
         first = self._arguments.take_first()
-        return self._run_again(tensors) if first is None else self._run_first(*first)
+        if first is not None:
+            return self._run_first(tensors, *first)
+        if self.verified is None:
+            self._verify(tensors)
+            _save_number()
+        elif self._hold is None:  # backward runs within the forward
+            self._compute_again(tensors)
+        else:
+            self._account.begin(self._hold)
+            try:
+                in_range("recompute", self.layer, self._compute_again, tensors)
+            finally:
+                self._account.end(self._hold)
+        return None
 
-    @abstractmethod
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it for the first time, with these arguments."""
-
-    @abstractmethod
-    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
-        """Run it again, with the checkpoint's tensors in the places of the first ones."""
-
-    def find_change(self, tensors: Sequence[Tensor]) -> str:
-        """Say what the forward, which has ended, has changed that it would not find again."""
-        for tensor, version in zip(tensors, self._versions, strict=False):
-            if _version(tensor) != version:
-                return (
-                    f"changes its input of shape {tuple(tensor.shape)} in place (as "
-                    f"nn.ReLU(inplace=True) does)"
-                )
-        change = self._state.find_change()
-        if change:
-            return f"changes {change} in place"
-        return self._arguments.find_change()
-
-    def finds_changes(self) -> bool:
-        """Whether a parameter or a large buffer is not as the first forward has used it."""
-        return bool(self._state.find_later_change())
-
-    @contextlib.contextmanager
-    def _as_first(
-        self, tensors: tuple[Tensor, ...]
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Within the block all is as the first forward found it; gives its arguments."""
-        weights = self._recomputing.weights
-        arguments = self._arguments.put_together(tensors)
-        opened = contextlib.nullcontext() if weights is None else weights.open(self._module)
-        with self._state.put_back(), opened:
-            yield arguments
-
-
-@final
-class _RecomputedCall(_Call):
-    """A call whose forward runs again in backward to save what the first one has not.
-
-    What the two save is compared, as far as that costs little: the number of tensors, the bits of
-    the numbers among them, and a sample of one large tensor.
-
-    Args:
-        sampled: the place, among all tensors, of the one that a sample is taken of.
-        unfilled: the places of those that are not compared.
-        call: see the base class.
-
-    Attributes:
-        layer: the layer.
-        account: the recomputed layers of the model.
-        sampled: as given.
-        unfilled: as given.
-        numbers: the 0-dim tensors on the host that the first forward has saved, by their place.
-        sample: the sample, once the first forward has saved the tensor.
-    """
-
-    def __init__(self, sampled: int, unfilled: frozenset[int], *call: Any) -> None:
-        super().__init__(*call)
-        self.layer, self.account = self._recomputing.layer, self._recomputing.account
-        self.sampled = sampled
-        self.unfilled = unfilled
-        self.numbers: dict[int, Any] = {}
-        self.sample: Tensor | None = None
-        self._hold: RecomputedHold | None = None
-
-    def compare(self, place: int, tensor: Tensor) -> None:
-        """Compare a tensor that the second forward saves with that of the first one.
-
-        Raises:
-            SavedTensorModifiedError: it differs.
-        """
-        # What a recomputation gives is compared with what the forward gave.
-        # A layer that depends on a counter outside of it gives gradients of another computation.
-        verifications = self.account.verifications
-        if not tensor.dim() and place in self.numbers:
-            number = tensor.item()
-            if repr(number) != repr(self.numbers[place]):
-                verifications.raise_different(self.layer)
-        if place == self.sampled and self.sample is not None:
-            again = sample(tensor)
-            differs = True if again is None else differ(self.sample, again)
-            if isinstance(differs, Tensor):
-                verifications.note_sample(self.layer, differs)
-            elif differs:
-                verifications.raise_different(self.layer)
-
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = self._recomputing.hooks
-        counter = _SavedCounter(hooks, self)
-        with saved_tensors_hooks(counter.pack, counter.unpack):
+    def _run_first(
+        self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        saved = _SavedFirst(self)
+        memory: list[Tensor] = []
+        if self.verified is None:
+            self.hooks.offload_here()
+            memory = [each for each in self._state.memory(tensors) if _has_plain_memory(each)]
+        before = [digest(each) for each in memory]
+        with saved_tensors_hooks(saved.pack, saved.unpack):
             result = self._forward(*args, **kwargs)
-        log = hooks.log
-        saved = counter.size_bytes, counter.borrowed_bytes, counter.num_saved
-        self._hold = self.account.add(self, RecomputedLayer(self.layer, log.number, *saved), log)
+        self._changed_cache = self._arguments.find_change()
+        if self.verified is None:
+            self.digests.finish()
+            # What a version does not show: a write through `.data`, a kernel of a large batch norm.
+            self._changed_memory = find_differences(before, [digest(each) for each in memory])
+            saved.number = _save_number()
+        else:
+            log = self.hooks.log
+            counted = saved.size_bytes, saved.borrowed_bytes, saved.num_saved
+            call = RecomputedLayer(self.layer, log.number, *counted)
+            self._hold = self._account.add(self, call, log)
         return result
 
-    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
-        if self._hold is None:  # backward runs within the forward
-            self._compute_again(tensors)
-            return
-        self.account.begin(self._hold)
-        try:
-            in_range("recompute", self.layer, self._compute_again, tensors)
-        finally:
-            self.account.end(self._hold)
+    def _find_change(self) -> str:
+        """Say what the forward, or the program since, has changed that a second one needs."""
+        change = self._changed_cache or self._state.find_change()
+        return change or ("a weight, a buffer or an input" if self._changed_memory() else "")
+
+    def _run_as_first(self, tensors: tuple[Tensor, ...], saved: SavedInOrder, pack: Pack) -> Any:
+        """Run the forward again, with all as the first one found it."""
+        args, kwargs = self._arguments.put_together(tensors)
+        opened = nullcontext() if self._weights is None else self._weights.open(self._module)
+        with self._state.put_back(), opened, saved_tensors_hooks(pack, _same):
+            try:
+                result = self._forward(*args, **kwargs)
+                saved.finish()
+            finally:
+                saved.check()
+        return result
 
     def _compute_again(self, tensors: tuple[Tensor, ...]) -> None:
+        change = self._find_change()
+        if change:
+            self.verifications.raise_changed(self.layer, change)
         again = _SavedAgain(self)
-        with (
-            self._as_first(tensors) as (args, kwargs),
-            saved_tensors_hooks(again.pack, again.unpack),
-        ):
-            self._forward(*args, **kwargs)
-            again.hand_over()
+        self._run_as_first(tensors, again, again.pack)
+
+    def _verify(self, tensors: tuple[Tensor, ...]) -> None:
+        """Run the forward again and compare what it saves; no error of it is raised."""
+        change = self._find_change()
+        if change:
+            self.verifications.note_change(self.layer, change)
+            return
+        again = SavedDigests()
+        try:
+            result = self._run_as_first(tensors, again, again.note)
+            again.find_unfilled(result)
+            del result
+        except torch.OutOfMemoryError:
+            return  # the next call is verified
+        except Exception as error:  # whatever it raises, the gradients of this step are right
+            reason = f"raises {type(error).__name__} when it runs again"
+            self.verifications.refuse(self.layer, reason)
+            return
+        self.verifications.compare(self.layer, self._kind, self.digests, again)
 
 
 @final
-class _SavedCounter:
-    """Counts what is saved inside a recomputed layer, and leaves it to the checkpoint's hooks.
+class _SavedFirst:
+    """Is given what the first forward of a call saves, and hands it on.
 
-    Args:
-        hooks: the hooks that would be given what the layer saves if it were not recomputed.
-        call: notes what its second forward is checked by.
+    The checkpoint is given what will be recomputed, and ebbtide's hooks what a verified call saves.
+    In that case the checkpoint saves one number after the forward. When backward begins, it is
+    asked for this number, and so it runs the forward again exactly as for a recomputation.
 
     Attributes:
         size_bytes: bytes of the storages, each counted once, without the layer's inputs.
         borrowed_bytes: bytes of its inputs that are used in it and that are not kept on the device.
         num_saved: number of saved tensors.
+        number: the node that saved a number under the checkpoint, from the end of the first forward
+            on until backward begins; None if the forward does not run again.
     """
 
-    def __init__(self, hooks: SavedTensorHooks, call: _RecomputedCall) -> None:
-        self._pack, self._unpack = top_hooks()
-        self._hooks = hooks
+    def __init__(self, call: _Call) -> None:
+        hooks: tuple[Any, Any] = (None, None) if call.verified is None else top_hooks()
+        self._pack, self._unpack = hooks
         self._call = call
         self.size_bytes = self.borrowed_bytes = self.num_saved = 0
+        self.number: Any = None
         self._known: dict[int, StorageWeakRef] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        place, call = self.num_saved, self._call
-        self.num_saved += 1
-        if place == call.sampled:
-            call.sample = sample(tensor)
-        on_host = tensor.device.type == "cpu" and type(tensor) is Tensor
-        if not tensor.dim() and on_host and place not in call.unfilled:
-            call.numbers[place] = tensor.item()
-        for storage, record in self._hooks.look_at(tensor):
+        call, place = self._call, self.num_saved
+        self.num_saved = place + 1
+        if call.verified is None:
+            call.digests.note(tensor, is_weight=call.hooks.is_weight(tensor))
+            return call.hooks.pack(tensor)
+        on_host = tensor.device.type == "cpu" and not tensor.dim()
+        if place == call.verified.sampled or (on_host and place not in call.verified.unfilled):
+            taken = sample(tensor)
+            if taken is not None:
+                call.samples[place] = taken
+        self._count(tensor)
+        return self._pack(tensor)
+
+    def _count(self, tensor: Tensor) -> None:
+        for storage, record in self._call.hooks.look_at(tensor):
             address = storage._cdata
             if address not in self._known:
                 # While the weak reference exists, no other storage gets the same address.
@@ -535,215 +474,74 @@ class _SavedCounter:
                     self.size_bytes += storage.nbytes()
                 elif record.decision is not KEEP:
                     self.borrowed_bytes += record.unpacked_bytes
-        return self._pack(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
+        call = self._call
+        if call.verified is None:
+            if self.number is not None and in_backward():
+                number, self.number = self.number, None
+                if number is not None:  # else another thread has been faster
+                    self._verify(number)
+            return restore(packed)
         try:
             # Forwards that run again do so one after the other. Two
             # threads that put back the random numbers would draw from each other's.
             with _alone:
-                tensor: Tensor = self._unpack(packed)
+                return self._unpack(packed)  # type: ignore[no-any-return]
         except CheckpointError as error:
-            self._call.account.verifications.raise_different(self._call.layer, error)
-        except SavedTensorModifiedError:
+            call.verifications.raise_changed(call.layer, "", error)
+        except SavedTensorModifiedError as error:
             # torch may train with such a program. The next steps do, too.
-            self._call.account.refuse_changed(self._call.layer)
+            if call.layer.name not in call.verifications.refused:
+                call.verifications.raise_changed(call.layer, "an input or a weight", error)
             raise
-        version = getattr(tensor, _VERSION, None)
-        if version is not None and version != tensor._version:
-            # A tensor that the second forward has changed after it
-            # had saved it is not used. Plain autograd refuses it; a checkpoint would compute with
-            # the changed values.
-            raise_modified(tensor, version, tensor.shape)
-        return tensor
-
-
-_VERSION: Final = "_ebbtide_version"
-"""The attribute of a tensor saved by a second forward that has its version at that moment."""
-
-
-@final
-class _SavedAgain:
-    """Checks what the second forward saves, and hands it to the checkpoint's hooks.
-
-    The checkpoint ends the forward when it is given the last tensor that backward needs. An
-    operator may fill a tensor after it has saved it; see [Note: tensors saved before they are
-    written] in `ebbtide.runtime.activations`. So from a tensor without `grad_fn` on, all that
-    the same operator saves is handed over when it has returned.
-    """
-
-    def __init__(self, call: _RecomputedCall) -> None:
-        pack, self.unpack = top_hooks()
-        # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
-        self._pack = getattr(pack, "__wrapped__", pack)
-        self._call = call
-        self._place = 0
-        self._waiting: list[tuple[int, Tensor]] = []
-        self._sequence = 0
-
-    def pack(self, tensor: Tensor) -> Any:
-        place = self._place
-        self._place = place + 1
-        if self._waiting and sequence_number() != self._sequence:
-            self.hand_over()
-        if not self._waiting and tensor.grad_fn is not None:
-            return self._hand_on(place, tensor)
-        self._sequence = sequence_number()
-        self._waiting.append((place, tensor))
-        return tensor.detach()
-
-    def hand_over(self) -> None:
-        """Hand over what waits. The operator that saved it has returned."""
-        waiting, self._waiting = self._waiting, []
-        for place, tensor in waiting:
-            self._hand_on(place, tensor)
-
-    def _hand_on(self, place: int, tensor: Tensor) -> Any:
-        call = self._call
-        if place == call.sampled or place in call.numbers:
-            call.compare(place, tensor)
-        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
-            version = tensor._version
-            tensor = tensor.detach()  # as the checkpoint does
-            setattr(tensor, _VERSION, version)
-        return self._pack(tensor)
-
-
-skip_in_compiler(_SavedAgain.pack)
-
-
-@final
-class _VerifiedCall(_Call):
-    """A call whose forward runs again in backward only to be compared.
-
-    See [Note: verified recomputation]. A checkpoint surrounds the first forward without being given
-    what that saves, and then saves one number. When backward begins, the checkpoint is asked for
-    this number, and so it runs the forward again exactly as it would for a recomputation.
-
-    Attributes:
-        hooks: what the first forward is surrounded with; None once that has begun.
-    """
-
-    def __init__(self, kind: Hashable, *call: Any) -> None:
-        super().__init__(*call)
-        self._kind = kind
-        self._digests = SavedDigests(first=True)
-        self.hooks: _VerifyingHooks | None = _VerifyingHooks(self._recomputing, self._digests)
-
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The graph holds the hooks, and these hold the checkpoint, which holds this object.
-        hooks, self.hooks = self.hooks, None
-        assert hooks is not None
-        self._recomputing.hooks.offload_here()
-        with saved_tensors_hooks(hooks.pack, hooks.unpack):
-            result = self._forward(*args, **kwargs)
-        self._digests.finish()
-        weights = self._recomputing.weights
-        rests = _none_rests if weights is None else weights.rests
-        self._digests.unsaved = self._state.find_unsaved(self._digests.weights, rests)
-        self._state.copy_unsaved(self._digests.unsaved)
-        hooks.number = _save_number()
-        return result
-
-    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
-        self._verify(tensors)
-        _save_number()
-
-    def _verify(self, tensors: tuple[Tensor, ...]) -> None:
-        """Run the forward again and compare what it saves; no error of it is raised."""
-        layer, _, account, _ = self._recomputing
-        again = SavedDigests(first=False)
-
-        def note(tensor: Tensor) -> Tensor:
-            again.note(tensor)
-            return tensor.detach()
-
-        skip_in_compiler(note)
-        try:
-            with (
-                self._as_first(tensors) as (args, kwargs),
-                self._untouched(tensors, again),
-                saved_tensors_hooks(note, _same),
-            ):
-                result = self._forward(*args, **kwargs)
-            again.finish()
-            again.find_unfilled(result)
-            del result
-        except torch.OutOfMemoryError:
-            return  # the next call is verified
-        except SavedTensorModifiedError:
-            account.refuse_changed(layer)
-            return
-        except Exception as error:  # whatever it raises, the gradients of this step are right
-            reason = f"raises {type(error).__name__} when it runs again"
-            account.verifications.refuse(layer, reason)
-            return
-        account.verifications.compare(layer, self._kind, self._digests, again)
-
-    @contextlib.contextmanager
-    def _untouched(self, tensors: Sequence[Tensor], again: SavedDigests) -> Iterator[None]:
-        """Undo what the block does to the memory of weights, large buffers and inputs.
-
-        That memory is digested before the block and after it.
-
-        Args:
-            tensors: the inputs.
-            again: of the forward that runs again in the block.
-        """
-        weights = self._recomputing.weights
-        own = [w for each in self._module.modules() for w in dict.values(each._parameters)]
-        found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
-        kept = [tensor for tensor in found.values() if _has_plain_memory(tensor)]
-        if weights is not None:
-            kept = [tensor for tensor in kept if not weights.rests(tensor)]
-        copies = [(tensor, tensor.detach().clone()) for tensor in kept]
-        try:
-            yield
-        finally:
-            for tensor, copied in copies:
-                # Not through the tensor itself: its version would count the change.
-                memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
-                # Digests go by the layout of memory, which a copy of a view need not share.
-                is_alike = memory.stride() == copied.stride() and not memory.storage_offset()
-                self._digests.memory += digest(copied)
-                again.memory += digest(memory if is_alike else memory.clone())
-                if memory.device.type != "cpu" or not torch.equal(memory, copied):
-                    memory.copy_(copied)
-
-
-@final
-class _VerifyingHooks:
-    """Hands what a verified layer saves to ebbtide's hooks, and notices the begin of its backward.
-
-    Attributes:
-        number: the node that saved a number under the checkpoint, from the end of the first forward
-            on until backward begins; None if the forward does not run again.
-    """
-
-    def __init__(self, recomputing: Recomputing, digests: SavedDigests) -> None:
-        self._hooks = recomputing.hooks
-        self._digests = digests
-        self._recomputing = recomputing
-        self.number: Any = None
-
-    def pack(self, tensor: Tensor) -> Any:
-        self._digests.note(tensor, is_weight=self._hooks.is_weight(tensor))
-        return self._hooks.pack(tensor)
-
-    def unpack(self, saved: Any) -> Tensor:
-        if self.number is not None and in_backward():
-            number, self.number = self.number, None
-            if number is not None:  # else another thread has been faster
-                with _alone:
-                    self._verify(number)
-        return restore(saved)
 
     def _verify(self, number: Any) -> None:
         """Have the checkpoint run the forward again."""
         try:
-            number._saved_result  # noqa: B018
+            with _alone:
+                number._saved_result  # noqa: B018
         except SavedTensorModifiedError:  # an input was changed: backward may not need it
-            self._recomputing.account.refuse_changed(self._recomputing.layer)
+            self._call.verifications.note_change(self._call.layer, "an input")
+
+
+@final
+class _SavedAgain(SavedInOrder):
+    """Checks what the second forward saves, and hands it to the checkpoint's hooks.
+
+    The checkpoint ends the forward when it is given the last tensor that backward needs.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        pack, _ = top_hooks()
+        # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
+        self._pack = getattr(pack, "__wrapped__", pack)
+        self._call = call
+        self._handed: list[tuple[Tensor, int]] = []
+
+    def _take(self, place: int, tensor: Tensor) -> None:
+        call = self._call
+        if place in call.samples:
+            # What a recomputation gives is compared with what the forward gave.
+            # A layer that depends on a counter outside of it gives gradients of another
+            # computation.
+            again = sample(tensor)
+            differs = True if again is None else differ(call.samples[place], again)
+            if isinstance(differs, Tensor):
+                call.verifications.note_sample(call.layer, differs)
+            elif differs:
+                call.verifications.raise_changed(call.layer, "")
+        if not tensor.is_inference():
+            self._handed.append((tensor.detach(), tensor._version))
+        self._pack(tensor)
+
+    def check(self) -> None:
+        # What was changed after it was saved is not used: plain autograd refuses it, and a
+        # checkpoint would compute with the changed values.
+        for tensor, version in self._handed:
+            if tensor._version != version:
+                raise_modified(tensor, version, tensor.shape)
 
 
 def _save_number() -> Any:
@@ -757,11 +555,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 # Autograd calls these while a compiled layer runs, and the compiler would trace them, too.
 for _hook in (
-    _SavedCounter.pack,
-    _SavedCounter.unpack,
-    _SavedAgain.pack,
-    _VerifyingHooks.pack,
-    _VerifyingHooks.unpack,
+    _SavedFirst.pack,
+    _SavedFirst.unpack,
+    SavedInOrder.pack,
+    SavedDigests.note,
     _same,
 ):
     skip_in_compiler(_hook)

@@ -19,19 +19,17 @@ from torch import Tensor
 from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
-from ebbtide.runtime.torch_internals import enable_onednn, onednn_is_enabled
+from ebbtide.runtime.torch_internals import KERNEL_SETTINGS
 from ebbtide.stores.store import Slot
 
-KernelSettings = tuple[int, bool, bool] | None
-"""What kernels depend on beside their arguments: the number of threads, whether oneDNN is used, and
-whether subnormal numbers become zero. None on an accelerator, whose kernels depend on none of them.
+KernelSettings = tuple[Any, ...] | None
+"""What kernels depend on beside their arguments, such as the number of threads. None on an
+accelerator, whose cheap kernels depend on no setting.
 
 A kernel on a CPU gives each thread a part of a tensor. It computes the end of a part, which does
 not fill a vector register, by other code than the rest: the last bit of a tanh or an exp may differ
 between the two. So these bits depend on the number of threads.
 """
-
-_SMALLEST_NORMAL = 2.0**-1022
 
 Constants = Mapping[str, Any]
 Rebuild = Callable[[Sequence[Tensor], Constants, torch.dtype], Tensor]
@@ -78,10 +76,8 @@ class RebuildRecipe:
 
 
 def kernel_settings() -> KernelSettings:
-    """Return the settings that kernels on the CPU depend on now, on the calling thread."""
-    # Python multiplies by the same unit of the processor, which is told to flush or not.
-    flushes = _SMALLEST_NORMAL * 0.5 == 0.0
-    return torch.get_num_threads(), onednn_is_enabled(), flushes
+    """Return the settings that kernels depend on now, on the calling thread."""
+    return tuple([read() for read, _ in KERNEL_SETTINGS])
 
 
 @contextlib.contextmanager
@@ -97,13 +93,10 @@ def in_force(settings: KernelSettings) -> Iterator[None]:
 
 def _put_in_force(settings: KernelSettings, present: KernelSettings) -> None:
     assert settings is not None and present is not None
-    num_threads, uses_onednn, flushes = settings
-    if num_threads != present[0]:
-        torch.set_num_threads(num_threads)
-    if uses_onednn != present[1]:
-        enable_onednn(uses_onednn)
-    if flushes != present[2]:
-        torch.set_flush_denormal(flushes)
+    if settings != present:
+        for (_, write), value, now in zip(KERNEL_SETTINGS, settings, present, strict=True):
+            if value != now:
+                write(value)
 
 
 MOST_STEPS: Final = 4

@@ -118,11 +118,6 @@ no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl
 transform_level: Final[Any] = torch._C._functorch.maybe_current_level
 """The level of the innermost transform of `torch.func` that runs; None without one."""
 
-onednn_is_enabled: Final[Any] = torch._C._get_mkldnn_enabled
-"""Whether oneDNN may compute. The public name reads a flag of the whole backend."""
-
-enable_onednn: Final[Any] = torch._C._set_mkldnn_enabled
-
 
 def has_tangents() -> bool:
     """Whether forward-mode AD runs on the calling thread."""
@@ -166,16 +161,21 @@ set_compiler: Final = _FRAMES.set_eval_frame
 # ---- Settings of the process that kernels depend on
 
 
+_SMALLEST_NORMAL = 2.0**-1022
+
+
 def _kernel_settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
+        # Python multiplies by the same unit of the processor, which is told to flush or not.
+        (lambda: _SMALLEST_NORMAL * 0.5 == 0.0, torch.set_flush_denormal),
     ]
     core: Any = torch._C
     names = {
         **{name: name for name in (
             "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark",
-            "cudnn_deterministic", "nnpack_enabled", "sdp_priority_order",
+            "cudnn_deterministic", "nnpack_enabled",
             "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction",
             "math_sdp_allow_fp16_bf16_reduction",
         )},
@@ -186,6 +186,9 @@ def _kernel_settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for read, write in names.items():
         if hasattr(core, f"_get_{read}") and hasattr(core, f"_set_{write}"):
             found.append((getattr(core, f"_get_{read}"), getattr(core, f"_set_{write}")))
+    if hasattr(core, "_set_sdp_priority_order"):
+        write_order = lambda order: core._set_sdp_priority_order([*order])  # noqa: E731
+        found.append((lambda: tuple(core._get_sdp_priority_order()), write_order))
     for name in ("bf16", "fp16"):
         name = f"cublas_allow_{name}_reduced_precision_reduction"
         found.append((getattr(core, f"_get_{name}"), _spread(getattr(core, f"_set_{name}"))))
@@ -213,15 +216,8 @@ KERNEL_SETTINGS: Final = _kernel_settings()
 """The settings that kernels depend on: what reads each of them, and what sets it."""
 
 
-def parametrization_cache() -> tuple[int, dict[Any, Any]]:
-    """Return how many `parametrize.cached` blocks are open, and what they have cached."""
-    return parametrize._cache_enabled, parametrize._cache
-
-
-def set_parametrization_cache(enabled: int, cache: dict[Any, Any]) -> None:
-    """Set what `parametrization_cache` returns."""
-    parametrize._cache_enabled, parametrize._cache = enabled, cache
-
+PARAMETRIZATION_CACHE: Final = vars(parametrize), frozenset({"_cache_enabled", "_cache"})
+"""Where torch keeps what `parametrize.cached` has computed, and the names there."""
 
 # ---- Modules
 

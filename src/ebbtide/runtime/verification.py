@@ -2,9 +2,10 @@
 
 [Note: verified recomputation] The first time that a call of a kind is to be recomputed, it is not.
 Its forward runs as if it were not chosen, and what it saves is offloaded, so the gradients of this
-step are right whatever happens. When backward reaches the layer, the forward runs again exactly as
-a recomputation would. Digests of what the two forwards save are compared. A layer that differs is
-never recomputed: what it saves is offloaded from then on, and one warning names it.
+step are right whatever happens. When backward reaches the layer, and nothing has changed that a
+second forward would need, the forward runs again exactly as a recomputation would. Digests of what
+the two forwards save are compared. A layer that differs is never recomputed: what it saves is
+offloaded from then on, and one warning names it.
 
 Digests stay on the device, and the host reads them when the next forward begins, so that it waits
 for nothing in the step.
@@ -15,7 +16,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
 from ebbtide.errors import SavedTensorModifiedError, warn_user
-from ebbtide.runtime.torch_internals import addresses_of, parts_of, sequence_number, tree_leaves
+from ebbtide.runtime.torch_internals import parts_of, sequence_number, tree_leaves
 from ebbtide.units import few
 
 _ROW: Final = 2**9  # words in a row, and rows in a piece, which is digested at once
@@ -40,12 +42,10 @@ class Verified(NamedTuple):
 
     Attributes:
         sampled: number of a saved tensor that each recomputation compares a sample of; -1: none.
-        unsaved: the parameters that the forward does not save; see `ModuleState.copy_unsaved`.
         unfilled: numbers of the saved tensors that are not compared; see `find_unfilled`.
     """
 
     sampled: int
-    unsaved: frozenset[int] = frozenset()
     unfilled: frozenset[int] = frozenset()
 
 
@@ -100,66 +100,115 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
     return columns, rows
 
 
+def find_differences(
+    first: Sequence[list[Digest]], second: Sequence[list[Digest]]
+) -> Callable[[], list[int]]:
+    """Compare digests on the device; the host does not wait.
+
+    Returns:
+        What gives the numbers of those that differ.
+    """
+    left: list[Tensor] = []
+    right: list[Tensor] = []
+    where: list[int] = []
+    differing: list[int] = []
+    for number, both in enumerate(zip(first, second, strict=True)):
+        for one, other in zip(*both, strict=True):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                where.append(number)
+                left.append(one.to(left[0].device) if left else one)
+                right.append(other.to(left[0].device))
+            elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+                differing.append(number)
+    flags = torch.stack(left) != torch.stack(right) if left else None
+
+    def resolve() -> list[int]:
+        return differing + ([] if flags is None else [*itertools.compress(where, flags.tolist())])
+
+    return resolve
+
+
+class SavedInOrder(ABC):
+    """Takes the tensors that a forward saves, in their order, each when it is filled.
+
+    An operator may fill a tensor after it has saved it; see [Note: tensors saved before they are
+    written] in `ebbtide.runtime.activations`. So from a tensor without `grad_fn` on, all that the
+    same operator saves is taken when it has returned, which is when the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self._num_saved = 0
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._operation = -1
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that is saved now; a pack hook."""
+        place, self._num_saved = self._num_saved, self._num_saved + 1
+        if self._waiting and sequence_number() != self._operation:
+            self.finish()
+        if not self._waiting and tensor.grad_fn is not None:
+            self._take(place, tensor)
+        else:
+            self._operation = sequence_number()
+            self._waiting.append((place, tensor))
+        return tensor.detach()
+
+    def finish(self) -> None:
+        """Take what waits. The operator that saved it has returned."""
+        waiting, self._waiting = self._waiting, []
+        for place, tensor in waiting:
+            self._take(place, tensor)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check that the forward, which ends, has changed nothing that it has saved."""
+
+    @abstractmethod
+    def _take(self, place: int, tensor: Tensor) -> None:
+        """Take a tensor, which is the one of this number."""
+
+
 @final
-class SavedDigests:
+class SavedDigests(SavedInOrder):
     """Digests of the tensors that a forward saves, in their order.
 
-    A tensor may be saved before its kernel fills it. So it is digested when the operation that has
-    saved it is done, which is when the next one begins. See [Note: tensors saved before they are
-    written] in `ebbtide.runtime.activations`.
-
-    Args:
-        first: whether this is the first of two forwards.
-
     Attributes:
-        memory: digests of parameters, large buffers and inputs, which a forward must not change.
-        weights: addresses of the storages of the parameters among what is saved.
-        unsaved: the parameters that are not among that; see `ModuleState.copy_unsaved`.
+        forms: shapes, strides, types and devices of the tensors.
+        digests: their digests.
+        candidates: numbers of those that a sample may be taken of.
         unfilled: numbers of the saved tensors that are not compared; see `find_unfilled`.
     """
 
-    def __init__(self, *, first: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.forms: list[tuple[Any, ...]] = []
         self.digests: list[list[Digest]] = []
-        self.operations: list[int] = []
-        self.can_be_sampled: list[bool] = []
-        self.memory: list[Digest] = []
-        self.weights: set[int] = set()
-        self.unsaved: frozenset[int] = frozenset()
+        self.candidates: list[int] = []
         self.unfilled: frozenset[int] = frozenset()
-        self._is_first = first
-        self._pending: list[tuple[int, Tensor]] = []
-        self._operation = -1
+        self._operations: list[int] = []
 
-    def note(self, tensor: Tensor, *, is_weight: bool = False) -> None:
+    def note(self, tensor: Tensor, *, is_weight: bool = False) -> Tensor:
         """Note a tensor that is saved now.
 
         Args:
             tensor: the tensor.
             is_weight: whether it is a parameter, of which no sample is taken.
         """
-        operation = sequence_number()
-        if operation != self._operation:
-            self.finish()
-            self._operation = operation
         strided = tensor.layout is torch.strided
         stride = tensor.stride() if strided and not tensor.is_nested else None
         self.forms.append((tensor.shape, stride, tensor.dtype, tensor.device))
-        self.operations.append(operation)
-        if self._is_first:
-            # A sample is taken when the tensor is saved, so nobody may write it after that.
-            made = tensor.grad_fn is not None and not is_weight
-            self.can_be_sampled.append(made and sample(tensor) is not None)
-            if is_weight:
-                self.weights.update(addresses_of(tensor))
-        self._pending.append((len(self.digests), tensor.detach()))
+        self._operations.append(sequence_number())
+        # A sample is taken when the tensor is saved, so nobody may write it after that.
+        if tensor.grad_fn is not None and not is_weight and sample(tensor) is not None:
+            self.candidates.append(len(self.digests))
         self.digests.append([])
+        return self.pack(tensor)
 
-    def finish(self) -> None:
-        """Digest the tensors of the last operation, which is done."""
-        for number, tensor in self._pending:
-            self.digests[number] = digest(tensor)
-        self._pending.clear()
+    def _take(self, place: int, tensor: Tensor) -> None:
+        self.digests[place] = digest(tensor)
+
+    def check(self) -> None:
+        """Check nothing: the digests are those of what was saved."""
 
     def find_unfilled(self, result: object) -> None:
         """Find what an attention saves beside its inputs and its output.
@@ -175,7 +224,7 @@ class SavedDigests:
         attentions = {node._sequence_nr() + 1 for node in _attentions(result)}
         dims = [len(shape) for shape, *_ in self.forms]
         for operation in attentions:
-            numbers = [n for n, each in enumerate(self.operations) if each == operation]
+            numbers = [n for n, each in enumerate(self._operations) if each == operation]
             most = max((dims[n] for n in numbers), default=0)
             self.unfilled |= {n for n in numbers if dims[n] < most}
 
@@ -220,58 +269,18 @@ def differ(one: Tensor, other: Tensor) -> Tensor | bool:
     return (bits[0] != bits[1]).any()
 
 
-def _compare(first: SavedDigests, second: SavedDigests) -> Callable[[], Verified | str]:
-    """Compare two forwards of a call on the device; the host does not wait.
-
-    Returns:
-        What gives the result: what is known of the kind of call now, or what differs.
-    """
-    if first.forms != second.forms:
-        return lambda: "saves other tensors when it runs again"
-    pairs = [(-1, *both) for both in zip(first.memory, second.memory, strict=True)]
-    for number, each in enumerate(first.digests):
-        if number not in second.unfilled:
-            both_forwards = zip(each, second.digests[number], strict=True)
-            pairs += [(number, *both) for both in both_forwards]
-    left: list[Tensor] = []
-    right: list[Tensor] = []
-    where: list[int] = []  # the number of a saved tensor; -1: memory that must not change
-    differing: list[int] = []
-    for number, one, other in pairs:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            where.append(number)
-            left.append(one.to(left[0].device) if left else one)
-            right.append(other.to(left[0].device))
-        elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
-            differing.append(number)
-    flags = torch.stack(left) != torch.stack(right) if left else None
-
-    def resolve() -> Verified | str:
-        found = [*differing]
-        if flags is not None:
-            found += itertools.compress(where, flags.tolist())
-        if any(number >= 0 for number in found):
-            return "gives other values when it runs again"
-        if found:
-            return "changes a weight, a buffer or an input when it runs again"
-        can_be = [n for n, can in enumerate(first.can_be_sampled) if can]
-        sampled = [n for n in can_be if n not in second.unfilled]
-        return Verified(sampled[-1] if sampled else -1, first.unsaved, second.unfilled)
-
-    return resolve
-
-
 @final
 class Verifications:
     """Which layers of a model give the same bits when their forward runs again.
 
     Attributes:
-        refused: names of the layers that do not.
+        refused: names of the layers that do not, each with the reason.
     """
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
         self._verified: dict[Hashable, Verified] = {}
+        self._changed: set[str] = set()
         self._pending: list[tuple[Layer, Hashable, Callable[[], Verified | str]]] = []
         self._samples: list[tuple[Layer, Tensor]] = []
         self._on_way: list[tuple[list[Layer], Tensor, AbstractEvent]] = []
@@ -297,27 +306,70 @@ class Verifications:
             self.refused[layer.name] = reason
             self._unsaid.append(layer.name)
 
-    def raise_different(self, layer: Layer, cause: BaseException | None = None) -> NoReturn:
-        """Refuse a layer that has computed something else in backward, and raise the error for it.
+    def note_change(self, layer: Layer, change: str) -> None:
+        """Note that a layer could not be verified; the second time it is refused.
+
+        The first forward may fill what later ones find, such as a table of positions.
+
+        Args:
+            layer: the layer.
+            change: what has changed that its second forward would need.
+        """
+        if layer.name in self._changed:
+            self.refuse(layer, f"changes, or finds changed before backward, {change}")
+        self._changed.add(layer.name)
+
+    def raise_changed(
+        self, layer: Layer, change: str, cause: BaseException | None = None
+    ) -> NoReturn:
+        """Raise the error for a layer that cannot run again, which it could when it was verified.
+
+        The layer is refused, and all others are verified again, so that they do not end a step
+        each.
+
+        Args:
+            layer: the layer.
+            change: what has changed; "" if its second forward has given something else.
+            cause: the error that told of it.
 
         Raises:
             SavedTensorModifiedError: always.
         """
-        self.refuse(layer, "gives other values when it runs again")
+        self._verified.clear()
         where = f"layer {layer.index} ({layer.name})"
+        advice = "or leave the layer out: name the others with layers=[...]"
+        if change:
+            self.refuse(layer, f"changes, or finds changed before backward, {change}")
+            raise SavedTensorModifiedError(
+                f"{change} of {where} was changed (in place, or given other memory as by "
+                f"`parameter.data = ...`) after the layer's forward had begun, and backward runs "
+                f"the forward again. Change it after backward, call backward before "
+                f"optimizer.step(), {advice}"
+            ) from cause
+        self.refuse(layer, "gives other values when it runs again")
         raise SavedTensorModifiedError(
             f"{where} has given other values when its forward ran again in backward than it had "
             f"given first, so its gradients are wrong. Something that it depends on has changed in "
             f"between, such as a global, a counter or an iterator outside of the layer; make it an "
-            f"argument or an attribute of the layer, or leave the layer out: name the others with "
-            f"layers=[...]"
+            f"argument or an attribute of the layer, {advice}"
         ) from cause
 
     def compare(
         self, layer: Layer, kind: Hashable, first: SavedDigests, second: SavedDigests
     ) -> None:
         """Compare what two forwards of a call have saved; `settle` reads the result."""
-        self._pending.append((layer, kind, _compare(first, second)))
+        if first.forms != second.forms:
+            self.refuse(layer, "saves other tensors when it runs again")
+            return
+        find, unfilled = find_differences(first.digests, second.digests), second.unfilled
+        sampled = [number for number in first.candidates if number not in unfilled]
+
+        def resolve() -> Verified | str:
+            if any(number not in unfilled for number in find()):
+                return "gives other values when it runs again"
+            return Verified(sampled[-1] if sampled else -1, unfilled)
+
+        self._pending.append((layer, kind, resolve))
 
     def settle(self) -> None:
         """Read the results so far, and warn of layers that are not recomputed."""
@@ -350,7 +402,7 @@ class Verifications:
                 continue
             for layer, differs in zip(layers, flags.tolist(), strict=True):
                 if differs:
-                    self.raise_different(layer)
+                    self.raise_changed(layer, "")
         if self._samples:
             samples, self._samples = self._samples, []
             flags = torch.stack([differs for _, differs in samples]).to("cpu", non_blocking=True)
