@@ -280,7 +280,8 @@ class Verifications:
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
         self._verified: dict[Hashable, Verified] = {}
-        self._changed: set[str] = set()
+        self._changed: dict[str, tuple[Layer, str]] = {}  # in this step
+        self._changed_before: set[str] = set()
         self._pending: list[tuple[Layer, Hashable, Callable[[], Verified | str]]] = []
         self._samples: list[tuple[Layer, Tensor]] = []
         self._on_way: list[tuple[list[Layer], Tensor, AbstractEvent]] = []
@@ -307,17 +308,15 @@ class Verifications:
             self._unsaid.append(layer.name)
 
     def note_change(self, layer: Layer, change: str) -> None:
-        """Note that a layer could not be verified; the second time it is refused.
+        """Note that a layer could not be verified; it is refused if the next step says the same.
 
-        The first forward may fill what later ones find, such as a table of positions.
+        A first forward may fill what later ones find, such as a table of positions.
 
         Args:
             layer: the layer.
             change: what has changed that its second forward would need.
         """
-        if layer.name in self._changed:
-            self.refuse(layer, f"changes, or finds changed before backward, {change}")
-        self._changed.add(layer.name)
+        self._changed[layer.name] = layer, change
 
     def raise_changed(
         self, layer: Layer, change: str, cause: BaseException | None = None
@@ -374,6 +373,11 @@ class Verifications:
     def settle(self) -> None:
         """Read the results so far, and warn of layers that are not recomputed."""
         pending, self._pending = self._pending, []
+        changed, self._changed = self._changed, {}
+        for name, (layer, change) in changed.items():
+            if name in self._changed_before:
+                self.refuse(layer, f"changes, or finds changed before backward, {change}")
+        self._changed_before |= changed.keys()
         for layer, kind, resolve in pending:
             result = resolve()
             if isinstance(result, str):
