@@ -349,7 +349,7 @@ def test_a_large_buffer_that_the_forward_changes_later_is_refused() -> None:
         step(handle, model)
         layer.counts = True
         with pytest.raises(
-            SavedTensorModifiedError, match=r"seen of layer 0 \(layers.0\).*leave the lay"
+            SavedTensorModifiedError, match=r"layer 0 \(layers.0\) .*found seen .*leave the lay"
         ):
             step(handle, model)
         # Copies may outlive the step.
@@ -390,7 +390,7 @@ def test_a_weight_modified_before_backward_is_noticed() -> None:
         with torch.no_grad():
             model.layers[1].linear.weight.mul_(2)
         with pytest.raises(
-            SavedTensorModifiedError, match=r"linear.weight of layer 1 \(layers.1\)"
+            SavedTensorModifiedError, match=r"layer 1 \(layers.1\) .*found linear.weight"
         ):
             loss.backward()
 
@@ -445,7 +445,7 @@ def test_memory_that_is_replaced_before_backward_is_noticed(
         loss = squares(model, draw())
         replace(_tensor_of(model, which))
         with pytest.raises(
-            SavedTensorModifiedError, match=rf"{which} of layer 1 \(layers.1\) .* other memory"
+            SavedTensorModifiedError, match=rf"layer 1 \(layers.1\) .*{which} .* other memory"
         ):
             loss.backward()
 

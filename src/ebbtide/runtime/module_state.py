@@ -102,7 +102,7 @@ class Arguments:
         kwargs: the keyword arguments.
 
     Attributes:
-        tensors: the tensors. The caller takes the list, so that they are not held twice. The first
+        tensors: the tensors. The caller empties it, so that they are not held twice. The first
             call takes the arguments themselves, with `take_first`.
         others: the other arguments, but for caches.
         kind: what tells calls apart that may compute something else: the structure of the
@@ -136,11 +136,6 @@ class Arguments:
             else:
                 self.others.append(leaf)
         self.kind = tuple(kind)
-
-    def take_tensors(self) -> list[Tensor]:
-        """Return the tensors and forget them."""
-        tensors, self.tensors = self.tensors, []
-        return tensors
 
     def take_first(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments as they were given, and forget them; None if that was done."""

@@ -325,11 +325,14 @@ def find_reach(modules: Sequence[nn.Module]) -> Reach:
             roots += _own_places(owner)
         for each in looked_at:
             owners |= dict.fromkeys(_own_classes(type(each)))
-        for value in [*Content(roots, names).values()]:
+        values = [*Content(roots, names).values()]
+        for value in values:  # which grow
             if isinstance(value, types.FunctionType):
-                if not _is_of_library(value.__module__) and len(owners) < _MOST_FUNCTIONS:
+                is_new = value not in owners and not _is_of_library(value.__module__)
+                if is_new and len(owners) < _MOST_FUNCTIONS:
                     owners[value] = None
                     names |= _names_in(value.__code__)
+                    values += _named_in(value, names).values()
             elif isinstance(value, nn.Module):
                 parts = modules_of(value)
                 if own.isdisjoint(parts):
@@ -339,16 +342,16 @@ def find_reach(modules: Sequence[nn.Module]) -> Reach:
             elif isinstance(value, type) or _is_object(value):
                 kind = value if isinstance(value, type) else type(value)
                 owners |= dict.fromkeys(_own_classes(kind))
-    return Reach(
-        [
-            (weakref.ref(each), frozenset(n for n, v in named.items() if _may_change(v)))
-            for each in owners
-            if (named := _named_in(each, names))
-            or (isinstance(each, types.FunctionType) and [*_own_places(each)])
-        ],
-        frozenset(names),
-        [weakref.ref(each) for each in looked_at if each not in own],
-    )
+    found: list[tuple[weakref.ref[Any], Set[str]]] = []
+    for each in owners:
+        if isinstance(each, nn.Module):  # its forward may set what it does not have yet
+            found.append((weakref.ref(each), names - _NOT_NOTED))
+            continue
+        named = frozenset(n for n, v in _named_in(each, names).items() if _may_change(v))
+        if named or (isinstance(each, types.FunctionType) and [*_own_places(each)]):
+            found.append((weakref.ref(each), named))
+    others = [weakref.ref(each) for each in looked_at if each not in own]
+    return Reach(found, frozenset(names), others)
 
 
 def _named_in(owner: Any, names: Set[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -256,7 +256,7 @@ def recompute_later(
     """
     layer, hooks, account, weights = recomputing
     arguments = Arguments(args, kwargs)
-    tensors = arguments.take_tensors()
+    tensors, arguments.tensors = arguments.tensors, []
     trained = any(tensor.requires_grad for tensor in tensors)
     if not trained and not any(weight.requires_grad for weight in module.parameters()):
         return forward(*args, **kwargs)  # it saves nothing
@@ -289,6 +289,7 @@ def _has_plain_memory(tensor: Tensor) -> bool:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class _Call:
     """One call of a layer whose forward runs again: what it finds, and who is told of it.
 
@@ -297,65 +298,61 @@ class _Call:
     compared; see [Note: verified recomputation]. The checkpoint holds this object as long as the
     forward may run again.
 
-    Args:
-        recomputing: the call, and who is told of it.
+    Attributes:
+        recomputing: the layer, who is told of the call, and what surrounds its second forward.
         module: the layer's module.
         forward: its forward.
         arguments: the arguments, without their tensors.
         state: the state of the module.
         kind: the kind of call.
         verified: what is known of the kind; None: it is verified now.
-
-    Attributes:
-        layer: the layer.
-        hooks: the hooks that are given what the layer saves if it is not recomputed.
-        verifications: which layers give the same bits again.
-        verified: as given.
         digests: digests of what the first forward has saved, if this call is verified.
         samples: what a recomputation is compared by: the 0-dim tensors on the host that the first
             forward has saved, and a sample of one large tensor, by their numbers.
+        changed_memory: gives what the first forward has changed without a version, by number.
+        changed_cache: what it has changed in a cache; "" if nothing.
+        hold: the hold of a recomputed call, once its first forward has ended.
     """
 
-    def __init__(
-        self,
-        recomputing: Recomputing,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        state: ModuleState,
-        kind: Hashable,
-        verified: Verified | None,
-    ) -> None:
-        self.layer, self.hooks, self._account, self._weights = recomputing
-        self.verifications = self._account.verifications
-        self._module = module
-        self._forward = forward
-        self._arguments = arguments
-        self._state = state
-        self._kind = kind
-        self.verified = verified
-        self.digests = SavedDigests()
-        self.samples: dict[int, Tensor] = {}
-        self._changed_memory: Callable[[], list[int]] = list
-        self._changed_cache = ""
-        self._hold: RecomputedHold | None = None
+    recomputing: Recomputing
+    module: nn.Module
+    forward: Callable[..., Any]
+    arguments: Arguments
+    state: ModuleState
+    kind: Hashable
+    verified: Verified | None
+    digests: SavedDigests = field(default_factory=SavedDigests)
+    samples: dict[int, Tensor] = field(default_factory=dict)
+    changed_memory: Callable[[], list[int]] = list
+    changed_cache: str = ""
+    hold: RecomputedHold | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """The layer."""
+        return self.recomputing.layer
+
+    @property
+    def verifications(self) -> Verifications:
+        """Which layers give the same bits again."""
+        return self.recomputing.account.verifications
 
     def run(self, *tensors: Tensor) -> Any:
         """Run the forward, for the first time or again."""
-        first = self._arguments.take_first()
+        first = self.arguments.take_first()
         if first is not None:
             return self._run_first(tensors, *first)
         if self.verified is None:
             self._verify(tensors)
             _save_number()
-        elif self._hold is None:  # backward runs within the forward
+        elif self.hold is None:  # backward runs within the forward
             self._compute_again(tensors)
         else:
-            self._account.begin(self._hold)
+            self.recomputing.account.begin(self.hold)
             try:
                 in_range("recompute", self.layer, self._compute_again, tensors)
             finally:
-                self._account.end(self._hold)
+                self.recomputing.account.end(self.hold)
         return None
 
     def _run_first(
@@ -364,36 +361,37 @@ class _Call:
         saved = _SavedFirst(self)
         memory: list[Tensor] = []
         if self.verified is None:
-            self.hooks.offload_here()
-            memory = [each for each in self._state.memory(tensors) if _has_plain_memory(each)]
+            self.recomputing.hooks.offload_here()
+            memory = [each for each in self.state.memory(tensors) if _has_plain_memory(each)]
         before = [digest(each) for each in memory]
         with saved_tensors_hooks(saved.pack, saved.unpack):
-            result = self._forward(*args, **kwargs)
-        self._changed_cache = self._arguments.find_change()
+            result = self.forward(*args, **kwargs)
+        self.changed_cache = self.arguments.find_change()
         if self.verified is None:
             self.digests.finish()
             # What a version does not show: a write through `.data`, a kernel of a large batch norm.
-            self._changed_memory = find_differences(before, [digest(each) for each in memory])
+            self.changed_memory = find_differences(before, [digest(each) for each in memory])
             saved.number = _save_number()
         else:
-            log = self.hooks.log
+            log = self.recomputing.hooks.log
             counted = saved.size_bytes, saved.borrowed_bytes, saved.num_saved
             call = RecomputedLayer(self.layer, log.number, *counted)
-            self._hold = self._account.add(self, call, log)
+            self.hold = self.recomputing.account.add(self, call, log)
         return result
 
     def _find_change(self) -> str:
         """Say what the forward, or the program since, has changed that a second one needs."""
-        change = self._changed_cache or self._state.find_change()
-        return change or ("a weight, a buffer or an input" if self._changed_memory() else "")
+        change = self.changed_cache or self.state.find_change()
+        return change or ("a weight, a buffer or an input" if self.changed_memory() else "")
 
     def _run_as_first(self, tensors: tuple[Tensor, ...], saved: SavedInOrder, pack: Pack) -> Any:
         """Run the forward again, with all as the first one found it."""
-        args, kwargs = self._arguments.put_together(tensors)
-        opened = nullcontext() if self._weights is None else self._weights.open(self._module)
-        with self._state.put_back(), opened, saved_tensors_hooks(pack, _same):
+        args, kwargs = self.arguments.put_together(tensors)
+        weights = self.recomputing.weights
+        opened = nullcontext() if weights is None else weights.open(self.module)
+        with self.state.put_back(), opened, saved_tensors_hooks(pack, _same):
             try:
-                result = self._forward(*args, **kwargs)
+                result = self.forward(*args, **kwargs)
                 saved.finish()
             finally:
                 saved.check()
@@ -423,7 +421,7 @@ class _Call:
             reason = f"raises {type(error).__name__} when it runs again"
             self.verifications.refuse(self.layer, reason)
             return
-        self.verifications.compare(self.layer, self._kind, self.digests, again)
+        self.verifications.compare(self.layer, self.kind, self.digests, again)
 
 
 @final
@@ -454,8 +452,8 @@ class _SavedFirst:
         call, place = self._call, self.num_saved
         self.num_saved = place + 1
         if call.verified is None:
-            call.digests.note(tensor, is_weight=call.hooks.is_weight(tensor))
-            return call.hooks.pack(tensor)
+            call.digests.note(tensor, is_weight=call.recomputing.hooks.is_weight(tensor))
+            return call.recomputing.hooks.pack(tensor)
         on_host = tensor.device.type == "cpu" and not tensor.dim()
         if place == call.verified.sampled or (on_host and place not in call.verified.unfilled):
             taken = sample(tensor)
@@ -465,7 +463,7 @@ class _SavedFirst:
         return self._pack(tensor)
 
     def _count(self, tensor: Tensor) -> None:
-        for storage, record in self._call.hooks.look_at(tensor):
+        for storage, record in self._call.recomputing.hooks.look_at(tensor):
             address = storage._cdata
             if address not in self._known:
                 # While the weak reference exists, no other storage gets the same address.

@@ -33,8 +33,8 @@ _MOST_KINDS: Final = 4096  # a program that has more is verified again
 _SAMPLED: Final = 1024  # elements that later recomputations compare
 _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
-Digest = Tensor | int | None
-"""A 0-dim int64 tensor on an accelerator; a number on a CPU; None for what has no memory."""
+Digest = Tensor | None
+"""A 0-dim int64 tensor on the device of what was digested; None for what has no memory."""
 
 
 class Verified(NamedTuple):
@@ -49,10 +49,12 @@ class Verified(NamedTuple):
     unfilled: frozenset[int] = frozenset()
 
 
-def digest(tensor: Tensor) -> list[Digest]:
-    """Return digests of the bits of a tensor, one for each part of it. No host waits for them."""
+def digest(tensor: Tensor) -> Digest:
+    """Return a digest of the bits of a tensor. No host waits for it."""
     # Not under `no_grad`: an interrupt as it ends would leave the program without gradients.
-    return [_digest_part(part.detach()) for part in parts_of(tensor)]
+    found = [_digest_part(part.detach()) for part in parts_of(tensor)]
+    parts = [each for each in found if each is not None]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum() if parts else None
 
 
 def _digest_part(part: Tensor) -> Digest:
@@ -71,7 +73,7 @@ def _digest_part(part: Tensor) -> Digest:
         total = total * 1_000_003 + (sums * rows[:whole]).sum()
         if len(rest):
             total = total * 1_000_003 + (rest * columns[: len(rest)]).sum()
-    return int(total) if part.device.type == "cpu" else total
+    return total
 
 
 def _words_of(part: Tensor) -> Tensor:
@@ -100,32 +102,24 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
     return columns, rows
 
 
-def find_differences(
-    first: Sequence[list[Digest]], second: Sequence[list[Digest]]
-) -> Callable[[], list[int]]:
+def find_differences(first: Sequence[Digest], second: Sequence[Digest]) -> Callable[[], list[int]]:
     """Compare digests on the device; the host does not wait.
 
     Returns:
         What gives the numbers of those that differ.
     """
-    left: list[Tensor] = []
-    right: list[Tensor] = []
-    where: list[int] = []
-    differing: list[int] = []
-    for number, both in enumerate(zip(first, second, strict=True)):
-        for one, other in zip(*both, strict=True):
-            if isinstance(one, Tensor) and isinstance(other, Tensor):
-                where.append(number)
-                left.append(one.to(left[0].device) if left else one)
-                right.append(other.to(left[0].device))
-            elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
-                differing.append(number)
-    flags = torch.stack(left) != torch.stack(right) if left else None
-
-    def resolve() -> list[int]:
-        return differing + ([] if flags is None else [*itertools.compress(where, flags.tolist())])
-
-    return resolve
+    pairs = [
+        (number, one, other)
+        for number, (one, other) in enumerate(zip(first, second, strict=True))
+        if one is not None and other is not None
+    ]
+    if not pairs:
+        return list
+    device = pairs[0][1].device
+    left = torch.stack([one.to(device) for _, one, _ in pairs])
+    right = torch.stack([other.to(device) for _, _, other in pairs])
+    flags, where = left != right, [number for number, _, _ in pairs]
+    return lambda: [*itertools.compress(where, flags.tolist())]
 
 
 class SavedInOrder(ABC):
@@ -182,7 +176,7 @@ class SavedDigests(SavedInOrder):
     def __init__(self) -> None:
         super().__init__()
         self.forms: list[tuple[Any, ...]] = []
-        self.digests: list[list[Digest]] = []
+        self.digests: list[Digest] = []
         self.candidates: list[int] = []
         self.unfilled: frozenset[int] = frozenset()
         self._operations: list[int] = []
@@ -201,7 +195,7 @@ class SavedDigests(SavedInOrder):
         # A sample is taken when the tensor is saved, so nobody may write it after that.
         if tensor.grad_fn is not None and not is_weight and sample(tensor) is not None:
             self.candidates.append(len(self.digests))
-        self.digests.append([])
+        self.digests.append(None)
         return self.pack(tensor)
 
     def _take(self, place: int, tensor: Tensor) -> None:
@@ -328,29 +322,22 @@ class Verifications:
 
         Args:
             layer: the layer.
-            change: what has changed; "" if its second forward has given something else.
+            change: what has changed; "" if its second forward has given other values.
             cause: the error that told of it.
 
         Raises:
             SavedTensorModifiedError: always.
         """
         self._verified.clear()
-        where = f"layer {layer.index} ({layer.name})"
-        advice = "or leave the layer out: name the others with layers=[...]"
-        if change:
-            self.refuse(layer, f"changes, or finds changed before backward, {change}")
-            raise SavedTensorModifiedError(
-                f"{change} of {where} was changed (in place, or given other memory as by "
-                f"`parameter.data = ...`) after the layer's forward had begun, and backward runs "
-                f"the forward again. Change it after backward, call backward before "
-                f"optimizer.step(), {advice}"
-            ) from cause
-        self.refuse(layer, "gives other values when it runs again")
+        reason = f"changes, or finds changed before backward, {change}"
+        self.refuse(layer, reason if change else "gives other values when it runs again")
+        what = change or "something outside of it, such as a global, a counter or an iterator,"
         raise SavedTensorModifiedError(
-            f"{where} has given other values when its forward ran again in backward than it had "
-            f"given first, so its gradients are wrong. Something that it depends on has changed in "
-            f"between, such as a global, a counter or an iterator outside of the layer; make it an "
-            f"argument or an attribute of the layer, {advice}"
+            f"layer {layer.index} ({layer.name}) runs its forward again in backward, and has found "
+            f"{what} changed (in place, or given other memory as by `parameter.data = ...`) since "
+            f"its forward began, so its gradients would be wrong. Change it after backward, and "
+            f"call backward before optimizer.step(); or leave the layer out: name the others with "
+            f"layers=[...]"
         ) from cause
 
     def compare(
