@@ -196,6 +196,7 @@ class OffloadedForward(ForwardReplacement):
             finally:
                 self._state = None
             state.put_back()  # only here does the error hold no tensors any more
+            del state  # nor does this hold the memory of weights, which may leave now
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._mend()
