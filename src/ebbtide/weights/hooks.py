@@ -473,12 +473,6 @@ class AbstractWeights(ABC):
             if module is not None:
                 yield module, groups
 
-    def _is_lost(self) -> bool:
-        """Whether this process was forked, and has not inherited the memory of the weights."""
-        mapped = all(group.resting.is_mapped for group in self.groups)
-        inherited: bool = self._transfers.gate.is_inherited
-        return inherited and not (self._device.computes_on_host or mapped)
-
     def check_process(self) -> None:
         """Check that this process offloaded the weights.
 
@@ -600,7 +594,8 @@ class AbstractWeights(ABC):
             self._hooks.pop().remove()
         for _, member in self.members():
             member.put_back()  # an interrupt may have come after the last forward
-        if self._is_lost():
+        is_mapped = all(group.resting.is_mapped for group in self.groups)
+        if self._transfers.gate.is_inherited and not is_mapped:
             return  # the parameters have no values here, and the memory is the parent's
         for group, member in self.members():
             with contextlib.suppress(PolicyError):  # what does not fit stays where it is

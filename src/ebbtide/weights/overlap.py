@@ -351,11 +351,9 @@ class StepOverlap:
         _check_optimizer(optimizer)
         if max_norm is not None and (isinstance(max_norm, bool) or not float(max_norm) > 0):
             refuse("max_norm", "a positive number, or None for no clipping", max_norm)
-        self._budget_bytes = (
-            shadow_budget
-            if shadow_budget is None
-            else parse_budget_bytes(shadow_budget, None, name="shadow_budget")
-        )
+        self._budget_bytes = None
+        if shadow_budget is not None:
+            self._budget_bytes = parse_budget_bytes(shadow_budget, None, name="shadow_budget")
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
         self._model = (lambda: None) if model is None else weakref.ref(model)
@@ -403,12 +401,8 @@ class StepOverlap:
         Those on an accelerator step when the program says so, and so do those whose memory others
         of the optimizer share: each of them steps from what the one before has left.
         """
-        grouped = [
-            (parameter, number)
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        ]
-        own = [(p, n) for p, n in grouped if _can_have_shadow(p)]
+        groups = enumerate(optimizer.param_groups)
+        own = [(p, n) for n, group in groups for p in group["params"] if _can_have_shadow(p)]
         shared = find_overlaps([p for p, _ in own])
         own = [each for place, each in enumerate(own) if place not in shared]
         before, self._members = self._members, {}
