@@ -22,6 +22,7 @@ from ebbtide.devices import SimulatedDevice
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores import PinnedStore
 from ebbtide.weights.hooks import AbstractWeights
+from ebbtide.weights.parameters import DeviceParameter
 from loops import on_device
 from zoo import assert_bitwise_equal, tensors_in
 
@@ -1276,3 +1277,58 @@ def test_an_optimizer_steps_a_new_parameter_that_does_not_fit() -> None:
         torch.optim.SGD([given], 1.0).step()
         assert torch.equal(given.detach(), -torch.ones(3, WIDTH))
         layer.weight = before
+
+
+class Slopes(Net):
+    """Differentiates by a graph that saves a weight itself, when the weight's layer has gone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            energy = (inner * self.blocks[0].scale).square().sum()
+            x = super().forward(x)
+            (slope,) = torch.autograd.grad(energy, inner)
+        return x + slope.sum()
+
+
+def test_a_graph_that_no_hooks_see_keeps_its_weights() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        with torch.no_grad():  # so that ebbtide registers no hooks
+            return [model(batch(number)).clone() for number in range(3)]
+
+    check(Slopes, run)
+
+
+def test_views_that_are_gone_are_no_longer_watched() -> None:
+    model = Net()
+    taken: list[Tensor] = []
+    layer = model.blocks[3].second
+    layer.register_forward_hook(lambda *_: taken.append(layer.weight.detach()))
+    with offloaded(model), torch.no_grad():
+        counts = []
+        for number in range(6):
+            model(batch(number))
+            taken.clear()
+            known = [each for each in gc.get_objects() if type(each) is DeviceParameter]
+            counts.append(len(known))
+            del known
+        assert counts[-1] == counts[1]
+
+
+class Rewritten(Net):
+    """Holds a weight of a layer, and writes the layer's weights before it runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.blocks[0].scale
+        x = super().forward(x) + x
+        for parameter in self.blocks[0].parameters():
+            parameter.detach().mul_(0.5)
+        return (self.blocks[0](x) * held).square().mean()
+
+
+def test_a_layer_whose_weight_is_held_sees_what_was_written_since() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        with torch.no_grad():
+            return [model(batch(number)).clone() for number in range(3)]
+
+    check(Rewritten, run)

@@ -37,12 +37,10 @@ from ebbtide.runtime.record import (
     kernel_settings,
 )
 from ebbtide.runtime.torch_internals import (
-    hooks_are_enabled,
     identity_of,
     neg_view,
     release_identity,
     storage_of_identity,
-    top_hooks,
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Unit, Verb
@@ -275,15 +273,6 @@ EmptyTensors = Callable[[torch.dtype], Tensor]
 def empty_tensors(device: torch.device) -> EmptyTensors:
     """Return empty tensors on a device."""
     return functools.cache(lambda dtype: torch.empty(0, dtype=dtype, device=device))
-
-
-def are_hooked() -> bool:
-    """Whether autograd keeps no saved tensor itself now: ebbtide or a checkpoint replaces it."""
-    hooks = top_hooks()
-    enabled: bool = hooks_are_enabled()
-    if hooks is None or not enabled:
-        return False
-    return hooks[1] is restore or is_of_checkpoint(hooks[0])
 
 
 def is_of_checkpoint(pack: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
-from ebbtide.runtime.handles import AbstractAway, Deaths, Hold, Saved, are_hooked, empty_tensors
+from ebbtide.runtime.handles import AbstractAway, Deaths, Hold, Saved, empty_tensors
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
     MODULE_APPLY,
@@ -419,13 +419,8 @@ class DeviceWeights(AbstractWeights):
             made = self._gradients.link(group, trained, buffer)
         for member in new:
             device = made[member] if member in made else DeviceParameter.of(member.view_of(buffer))
-            device.kept = device._version
             member.device = device
             self._given[member] = group
-        if not are_hooked():
-            for member in members:
-                if member.device is not None:
-                    member.device.may_be_saved = True
 
     @_with_the_lock
     def keep_changes(self) -> None:
@@ -583,7 +578,8 @@ class DeviceWeights(AbstractWeights):
             if member.values is not member.host and not member.is_on_device:
                 member.view_of(buffer).copy_(member.values)
             if member.device is not None:
-                # The model holds it since the group was here before.
+                # The model holds it since the group was here before. Its memory does not show what
+                # the program has written on the host since.
                 member.device.refer_to(member.view_of(buffer))
 
     def _release(self, group: WeightGroup) -> None:

@@ -234,12 +234,10 @@ class DeviceParameter(ExchangedParameter):
 
     Attributes:
         kept: the tensor's version when its values last equalled those on the host.
-        may_be_saved: whether a graph may have saved it, because no hooks replaced what it saved.
     """
 
     __torch_function__ = no_torch_function
     kept = 0
-    may_be_saved = False
 
     @staticmethod
     def of(values: torch.Tensor) -> DeviceParameter:
@@ -556,9 +554,7 @@ class OffloadedParameter:
     def is_held(self) -> bool:
         """Whether the program, a module, or a graph refers to the device parameter, too."""
         assert self.device is not None
-        return _num_holders(self) > _ALONE or (
-            self.device.may_be_saved and count_tensor_users(self.device) > 1
-        )
+        return _num_holders(self) > _ALONE or count_tensor_users(self.device) > 1
 
     def let_go(self) -> DeviceParameter:
         """Forget the device parameter, and free its memory unless something else refers to it."""
