@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,6 +137,47 @@ def test_a_list_that_the_layer_appends_to_is_appended_to_once(mode: str) -> None
             return x + torch.stack(seen).sum()
 
     compare(Model, policy(mode), draw)
+
+
+@each_mode
+def test_an_object_that_the_layer_is_given_changes_once(mode: str) -> None:
+    class Counting(Block):
+        def forward(self, x: Tensor, seen: types.SimpleNamespace) -> Tensor:
+            seen.calls += 1
+            return (self.linear(x) / seen.calls).sin()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Counting() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = types.SimpleNamespace(calls=0)
+            for layer in self.layers:
+                x = layer(x, self.seen)
+            return x
+
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        value: Tensor = loss(model, inputs)
+        value.backward()
+        assert model.seen.calls == 3
+        return value
+
+    stats = compare(Model, policy(mode), draw, backward=backward)
+    assert stats.recomputed_bytes > 0
+
+
+def test_a_buffer_in_memory_that_nobody_can_write(tmp_path: Path) -> None:
+    np.ones(WIDTH, np.float32).tofile(tmp_path / "mask")
+    mapped = np.memmap(tmp_path / "mask", np.float32, "r")
+    model = stack(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it cannot be written
+        model.layers[1].register_buffer("mask", torch.from_numpy(mapped))
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        for _ in range(2):
+            stats = step(handle, model)
+    assert stats.recomputed_bytes == 2 * S
 
 
 def test_tensors_in_containers_leave_the_device() -> None:

@@ -805,6 +805,13 @@ class Shifted(Block):
         return self.linear(x + SETTING["scale"]).sin()
 
 
+class Beside(Block):
+    """No large tensor that is saved depends on the number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(SETTING["scale"]) + self.linear(x).sin()
+
+
 class Longer(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -813,7 +820,10 @@ class Longer(Block):
         return x
 
 
-@pytest.mark.parametrize(("make", "later"), [(Scaled, 1.001), (Shifted, 1.001), (Longer, 2.0)])
+@pytest.mark.parametrize(
+    ("make", "later"),
+    [(Scaled, 1.001), (Shifted, 1.001), (Beside, 1.001), (Longer, 2.0)],
+)
 def test_a_recomputation_that_gives_something_else_raises(make: Any, later: float) -> None:
     """It was verified, and a global is changed between forward and backward afterwards."""
     model = build(make)()
