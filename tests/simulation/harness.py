@@ -22,7 +22,7 @@ from ebbtide.devices import AbstractDevice, AbstractEvent, Layer, SimulatedDevic
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime import rebuild, saved_tensors
 from ebbtide.runtime.activations import Activations
-from ebbtide.runtime.handles import RecordHold, Saved, restore
+from ebbtide.runtime.handles import Saved, StorageRecord, restore
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.recompute import (
@@ -419,10 +419,9 @@ class Watch:
             self._require(held_bytes <= most_bytes, "device memory outlives its last reader")
             return allocate(size_bytes)
 
-        def watched_bring_back(hold: RecordHold) -> Tensor:
-            record = hold.record
+        def watched_bring_back(record: StorageRecord) -> Tensor:
             there = record.source is not None
-            flat = bring_back(hold)
+            flat = bring_back(record)
             self.simulation.check_states()
             if record.slot is not None:
                 self._read_slots.add(record.slot)

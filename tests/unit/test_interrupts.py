@@ -87,6 +87,16 @@ class Interrupter:
         return self._trace
 
 
+@pytest.fixture(autouse=True)
+def no_autocast_is_left() -> Iterator[None]:
+    """An interrupt at the end of a block of autocast leaves its cache to all later blocks."""
+    yield
+    depth = torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]

@@ -24,7 +24,6 @@ from ebbtide.runtime.handles import (
     Call,
     Deaths,
     Decision,
-    RecordHold,
     SmallTensors,
     StorageRecord,
     UnitRecords,
@@ -201,7 +200,7 @@ class Scopes:
             log = ForwardLog(self.learned, meter.num_forwards)
             log.prefetches = self.prefetches
             meter.num_forwards += 1
-        small = SmallTensors(self._deaths, transfers)
+        small = SmallTensors(self._deaths)
         scope = Scope(None, log, small, [], offloads=offloads)
         running = self.running
         if not running.scopes:
@@ -219,10 +218,10 @@ class Scopes:
             if self._account.memory is not None:
                 self._account.memory.leave_forward()
         with self._transfers.gate:
-            tally = scope.small.tally
-            if tally.pointers:
+            sizes = scope.small.sizes
+            if sizes:
                 self._transfers.live += 1
-                self._account.take_kept(tally.size_bytes)
+                self._account.take_kept(sum(sizes.values()))
             self._transfers.end_run()
 
     def begin_layer(
@@ -284,7 +283,7 @@ class Activations:
         transfers: as given.
         scopes: the running forwards and layers, to which saved storages belong.
         empty: empty tensors on the device.
-        deaths: the holds of saved tensors, and which of these have died.
+        deaths: tells which saved tensors have died.
         wanted_again: layer and number, as in `Plan`, of storages that a backward with
             ``create_graph=True`` has read. The graph that it makes holds them.
 
@@ -542,16 +541,15 @@ class Activations:
 
     # ---- backward -----------------------------------------------------------------------------
 
-    def bring_back(self, hold: RecordHold) -> torch.Tensor:
+    def bring_back(self, record: StorageRecord) -> torch.Tensor:
         """Return the bytes of a record, ready for the kernels that the calling thread queues next.
 
         Args:
-            hold: of a saved tensor; the decision for its storage was to offload it.
+            record: the decision for its storage was to offload it.
 
         Shape:
             (size_bytes,), uint8.
         """
-        record = hold.record
         log = record.forward
         if record.unwritten:
             self._begin_copies_of_forward()
@@ -579,7 +577,7 @@ class Activations:
                 self._reloads.prefetch(log)
             if record.buffer is flat:  # a prefetch may have let go of it
                 record.awaited = True
-                hold.generation = self._reloads.note_read(record, hold.generation)
+                self._reloads.note_read(record)
         current = self._device.compute_stream()
         if event is not None:
             self._wait_for_reload(record, flat, event, current)
@@ -707,16 +705,15 @@ class Activations:
             self._device.note_use(record.buffer, record.home, current, record.ready)
             return record.buffer
 
-    def end_rebuild(self, hold: RecordHold, value: torch.Tensor) -> None:
+    def end_rebuild(self, record: StorageRecord, value: torch.Tensor) -> None:
         """Note that a handle has read a rebuilt value. The value is freed when all have read it.
 
         Two threads may have rebuilt the value at the same time. Either of the two is right.
 
         Args:
-            hold: of the saved tensor; the decision for its storage was to rebuild it.
+            record: the decision for its storage was to rebuild it.
             value: a tensor with the storage's bytes, written by kernels of the current stream.
         """
-        record = hold.record
         with self._gate:
             if record.buffer is None:
                 home = self._device.compute_stream()
@@ -724,7 +721,7 @@ class Activations:
                 record.awaited = True  # compute itself writes it
                 self._reloads.hold(record)
                 self._trace_rebuild(record)
-            hold.generation = self._reloads.note_read(record, hold.generation)
+            self._reloads.note_read(record)
             self._reloads.make_room(0)
 
     def _trace_rebuild(self, record: StorageRecord) -> None:
@@ -754,25 +751,20 @@ class Activations:
 
     def note_deaths(self) -> None:
         """Note which saved tensors have died. Called with the lock held; see [Note: deaths]."""
-        died, awaited = self._died, self.deaths.awaited
-        while died:
-            hold = died.popleft()
-            awaited.discard(hold)
-            if not isinstance(hold, RecordHold):
-                hold.note_death()
-                continue
-            try:
-                record = hold.record
-            except AttributeError:  # an interrupt came while it was made; see [Note: interrupts]
-                continue
-            self.transfers.live -= 1
-            record.handles -= 1
-            if record.buffer is not None and hold.generation != record.generation:
-                record.unread -= 1
-            if not record.handles:
-                self._drop(record)
-            elif record.is_read():
-                self._reloads.release(record)
+        while (held := self.deaths.take()) is not None:
+            if type(held) is StorageRecord:
+                self.transfers.live -= 1
+                held.handles -= 1
+                held.unread = min(held.unread, held.handles)
+                if not held.handles:
+                    self._drop(held)
+                elif held.is_read():
+                    self._reloads.release(held)
+            elif type(held) is not dict:
+                held.note_death()  # a call of a recomputed layer
+            elif held:  # the small tensors of a forward
+                self.transfers.live -= 1
+                self._account.take_kept(-sum(held.values()))
 
     def _drop(self, record: StorageRecord) -> None:
         """Forget a record that no saved tensor needs any more."""

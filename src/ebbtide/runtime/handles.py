@@ -42,7 +42,6 @@ from ebbtide.runtime.torch_internals import (
     release_identity,
     storage_of_identity,
 )
-from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Unit, Verb
 
 # ---- Packs tensors without loss before their offload: masks to bits, indices to a narrower type
@@ -152,62 +151,36 @@ class AbstractSaved(ABC):
         """
 
 
-class Hold(weakref.ref[Any]):
-    """What one object in a graph holds. It is there to be noted after the object has died.
-
-    [Note: deaths] When the object dies, the interpreter itself appends its hold to a queue. No
-    Python code runs for that: an interrupt that is raised in a finalizer is lost, and so would be
-    the finalizer's work. `Transfers.settle` and whoever next moves bytes look into the queue.
-
-    Args:
-        owner: the object.
-        died: the `append` of the queue.
-    """
-
-    __slots__ = ()
-    # By identity. A weak reference takes the hash of its object, and has none if an interrupt came
-    # between its making and the first question for it, and the object has died of that.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-    def note_death(self) -> None:
-        """Note that the object has died. Called with the lock held."""
-
-
 @final
 class Deaths:
-    """The holds of the objects in the graphs of one model.
+    """What the objects in the graphs of one model hold, to be noted after the objects have died.
+
+    [Note: deaths] When such an object dies, the interpreter itself appends the weak reference to it
+    to a queue. No Python code runs for that: an interrupt that is raised in a finalizer is lost,
+    and so would be the finalizer's work. `Transfers.settle` and whoever next moves bytes look into
+    the queue.
 
     Attributes:
-        queue: holds of objects that have died and have not been noted yet.
-        awaited: holds of all other objects. If only the object referred to its hold, the garbage
+        queue: references to objects that have died and have not been noted yet.
+        awaited: what each object holds. If only the object referred to its reference, the garbage
             collector would free both without a word, as with the frames of an exception.
     """
 
     def __init__(self) -> None:
-        self.queue: deque[Hold] = deque()
-        self.awaited: set[Hold] = set()
+        self.queue: deque[weakref.ref[Any]] = deque()
+        self.awaited: dict[weakref.ref[Any], Any] = {}
 
+    def expect(self, owner: object, holds: object) -> None:
+        """Have `take` return what an object holds, once that object has died."""
+        self.awaited[weakref.ref(owner, self.queue.append)] = holds
 
-@final
-class SmallHold(Hold):
-    """The hold of the small tensors that one forward left on the device.
-
-    Attributes:
-        pointers: addresses of the memory that was counted. Handles keep that memory alive.
-        size_bytes: size of that memory.
-        transfers: the model's transfers.
-    """
-
-    __slots__ = ("pointers", "size_bytes", "transfers")
-    pointers: set[int]
-    size_bytes: int
-    transfers: Transfers
-
-    def note_death(self) -> None:
-        if self.pointers:
-            self.transfers.live -= 1
-            self.transfers.account.take_kept(-self.size_bytes)
+    def take(self) -> Any:
+        """Return what one of the dead objects held, and forget it; None if there is none."""
+        while self.queue:
+            holds = self.awaited.pop(self.queue.popleft(), None)
+            if holds is not None:  # it is None if an interrupt came before it was noted
+                return holds
+        return None
 
 
 @final
@@ -220,18 +193,16 @@ class SmallTensors:
 
     Args:
         deaths: where the death of the last handle is noted.
-        transfers: the model's transfers.
 
     Attributes:
-        tally: what is counted.
+        sizes: size in bytes of the memory at each address. Handles keep that memory alive.
     """
 
-    __slots__ = ("__weakref__", "tally")
+    __slots__ = ("__weakref__", "sizes")
 
-    def __init__(self, deaths: Deaths, transfers: Transfers) -> None:
-        tally = self.tally = SmallHold(self, deaths.queue.append)
-        tally.pointers, tally.size_bytes, tally.transfers = set(), 0, transfers
-        deaths.awaited.add(tally)
+    def __init__(self, deaths: Deaths) -> None:
+        self.sizes: dict[int, int] = {}
+        deaths.expect(self, self.sizes)
 
 
 PassedTensor = tuple[Tensor, int, SmallTensors | None]
@@ -541,20 +512,6 @@ class StorageRecord(Record):
         assert 0 <= self.unread <= self.handles, "more readers than handles"
         moves = self.decision is OFFLOAD
         assert moves == (self.ordinal >= 0), "only what moves has an ordinal"
-
-
-@final
-class RecordHold(Hold):
-    """The hold of a saved tensor on a record.
-
-    Attributes:
-        record: the record, which counts this saved tensor among its handles.
-        generation: generation of the record's buffer that the saved tensor read last; 0 for none.
-    """
-
-    __slots__ = ("generation", "record")
-    generation: int
-    record: StorageRecord
 
 
 @final

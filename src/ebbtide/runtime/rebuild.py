@@ -21,7 +21,6 @@ from ebbtide.runtime.handles import (
     AbstractAway,
     Call,
     Decision,
-    RecordHold,
     Saved,
     StorageRecord,
     restore,
@@ -44,15 +43,12 @@ class RecordedTensor(AbstractAway):
         record: as given.
     """
 
-    __slots__ = ("_activations", "_hold", "record")
+    __slots__ = ("_activations", "record")
 
     def __init__(self, activations: Activations, record: StorageRecord, tensor: Tensor) -> None:
         self._activations = activations
         self.record = record
-        deaths = activations.deaths
-        self._hold = hold = RecordHold(self, deaths.queue.append)
-        hold.record, hold.generation = record, 0
-        deaths.awaited.add(hold)
+        activations.deaths.expect(self, record)
         if record.decision is KEEP:
             self._size, self.version = tensor.shape, record.version
             # The tensor itself would refer to the graph that it lives in, and leak.
@@ -78,10 +74,7 @@ class RecordedTensor(AbstractAway):
             setattr(other, name, getattr(self, name))
         self._activations.share(self.record)
         other._activations, other.record = self._activations, self.record
-        deaths = self._activations.deaths
-        other._hold = hold = RecordHold(other, deaths.queue.append)
-        hold.record, hold.generation = self.record, 0
-        deaths.awaited.add(hold)
+        self._activations.deaths.expect(other, self.record)
         return other
 
     def restore(self) -> Tensor:
@@ -93,7 +86,7 @@ class RecordedTensor(AbstractAway):
             record.saved_by = node.name()
         try:
             if record.decision is OFFLOAD:
-                flat = activations.bring_back(self._hold)
+                flat = activations.bring_back(record)
                 if record.view_size is None and record.packing is None:
                     return self._tensor_in(flat.untyped_storage())
                 return self._tensor_of(flat)
@@ -103,7 +96,7 @@ class RecordedTensor(AbstractAway):
             value = activations.begin_rebuild(record)
             if value is None:
                 value = in_range("rebuild", record.layer, _run, record.call)
-            activations.end_rebuild(self._hold, value)
+            activations.end_rebuild(record, value)
             return self._tensor_in(value.untyped_storage())
         except BaseException as error:
             activations.transfers.note_error(error)

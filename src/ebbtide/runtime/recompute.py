@@ -37,7 +37,7 @@ from ebbtide.runtime.compiled import (
     skip_in_compiler,
 )
 from ebbtide.runtime.events import Owner, Subject
-from ebbtide.runtime.handles import KEEP, Hold, raise_modified, restore
+from ebbtide.runtime.handles import KEEP, raise_modified, restore
 from ebbtide.runtime.module_state import Arguments, ModuleState
 from ebbtide.runtime.outside import Outside
 from ebbtide.runtime.parameter_index import RestingWeights
@@ -85,8 +85,8 @@ class RecomputedLayer:
 
 
 @final
-class RecomputedHold(Hold):
-    """The hold of one call of a recomputed layer, which dies with the last tensor saved inside it.
+class RecomputedHold:
+    """What one call of a recomputed layer holds, which dies with the last tensor saved inside it.
 
     Attributes:
         call: what was called.
@@ -154,11 +154,11 @@ class Recomputations:
         deaths, transfers = self._activations.deaths, self._activations.transfers
         with transfers, self._gate:
             self._account.meter.recomputed.append(call)
-            hold = RecomputedHold(owner, deaths.queue.append)
+            hold = RecomputedHold()
             hold.call, hold.forward, hold.transfers = call, forward, transfers
             hold.held_bytes, hold.begun = 0, None
             transfers.live += 1
-            deaths.awaited.add(hold)
+            deaths.expect(owner, hold)
             self._account.meter.recomputed_bytes += call.size_bytes
         self._note_freed(call.size_bytes)
         return hold

@@ -373,8 +373,8 @@ class Record:
         awaited: whether the compute stream waits for `ready`, so that `buffer` can be freed in that
             stream's order.
         handles: number of live saved tensors that share the bytes.
-        generation: number of the present buffer, by which a handle knows which one it has read.
-        unread: number of handles that have not read the present buffer.
+        unread: number of reads of the present buffer that are still to come: one for each handle.
+            If one handle reads twice, another one has the bytes brought back again.
         buffer_stays: whether the buffer stays until the graph is freed, because a schedule reloaded
             it, or because a graph that a backward made (``create_graph=True``) holds it anyway.
         expected: whether the store has been told that a reload will come.
@@ -396,7 +396,6 @@ class Record:
     expected: bool = field(default=False, init=False)
     buffer_stays: bool = field(default=False, init=False)
     handles: int = field(default=0, init=False)
-    generation: int = field(default=0, init=False)
     unread: int = field(default=0, init=False)
     copies: tuple[tuple[str, AbstractEvent], ...] = field(default=(), init=False)
     kind: ClassVar[str] = ACTIVATION
@@ -451,7 +450,6 @@ class Record:
         """Take the device buffer that a reload or a rebuild fills."""
         self.move_to(state)
         self.buffer, self.ready, self.home, self.awaited = buffer, ready, home, False
-        self.generation += 1
         self.unread = self.handles
 
     def release_buffer(self, state: State) -> None:

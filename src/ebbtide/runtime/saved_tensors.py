@@ -433,10 +433,8 @@ class SavedTensorHooks:
             return pass_through(tensor)
         if size_bytes < self._min_bytes and whole.nbytes < self._min_bytes:
             small = scope.small
-            tally = small.tally
-            if pointer not in tally.pointers:
-                tally.pointers.add(pointer)
-                tally.size_bytes += whole.nbytes
+            if pointer not in small.sizes:
+                small.sizes[pointer] = whole.nbytes
             # A leaf refers to no graph, so holding it leaks nothing, and it is cheaper.
             held = tensor if tensor.grad_fn is None else tensor.detach()
             return held, tensor._version, small
@@ -496,7 +494,7 @@ class SavedTensorHooks:
         Yields:
             A storage, and its record. It has one if it is an input of the layer.
         """
-        meter, small = self._account.meter, self._scopes.here.small.tally.pointers
+        meter, small = self._account.meter, self._scopes.here.small.sizes
         for part in parts_of(tensor):
             meter.num_saved += 1
             try:

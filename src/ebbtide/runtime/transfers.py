@@ -435,23 +435,13 @@ class Reloads:
         self._account.take(-record.size_bytes, owner, record.layer)
         self.free(record, state)
 
-    def note_read(self, record: Record, generation: int) -> int:
-        """Note that a handle reads an activation's buffer. It is freed if all handles have read it.
-
-        Args:
-            record: the activation.
-            generation: generation of the buffer that the handle read last; 0 for none.
-
-        Returns:
-            The generation of the buffer that it reads now.
-        """
-        if generation != record.generation:
-            if record.unread == record.handles and self._own_bytes:
-                self._own_bytes = max(0, self._own_bytes - record.size_bytes)
-            record.unread -= 1
-        if not record.unread and not record.buffer_stays:
+    def note_read(self, record: Record) -> None:
+        """Note that an activation's buffer is read. It is freed with one read for each handle."""
+        if record.unread == record.handles and self._own_bytes:
+            self._own_bytes = max(0, self._own_bytes - record.size_bytes)
+        record.unread = max(0, record.unread - 1)
+        if record.is_read():
             self.release(record)
-        return record.generation
 
     def make_room(self, size_bytes: int) -> None:
         """Free buffers that can be reloaded or rebuilt again, oldest first.

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
-from ebbtide.runtime.handles import AbstractAway, Deaths, Hold, Saved, empty_tensors
+from ebbtide.runtime.handles import AbstractAway, Deaths, Saved, empty_tensors
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
     MODULE_APPLY,
@@ -107,20 +107,6 @@ class WeightTensor(AbstractAway):
 
     def peek(self) -> torch.Tensor:
         return self.restore()
-
-
-@final
-class _WeightHold(Hold):
-    """What one saved weight holds; see [Note: deaths].
-
-    Attributes:
-        group: the group whose values it needs.
-        transfers: the transfers whose step it belongs to.
-    """
-
-    __slots__ = ("group", "transfers")
-    group: WeightGroup
-    transfers: Transfers
 
 
 # ---- What a module holds instead of a dict of its parameters ----
@@ -709,11 +695,9 @@ class DeviceWeights(AbstractWeights):
     @_with_the_lock
     def add_handle(self, handle: WeightTensor, group: WeightGroup) -> None:
         """Count one more saved tensor that needs the values of a group, as long as it lives."""
-        hold = _WeightHold(handle, self._deaths.queue.append)
-        hold.group, hold.transfers = group, self._transfers
         group.handles += 1
         self._transfers.live += 1
-        self._deaths.awaited.add(hold)
+        self._deaths.expect(handle, (group, self._transfers))
 
     def note_deaths(self) -> None:
         """Note which saved weights have died.
@@ -725,10 +709,9 @@ class DeviceWeights(AbstractWeights):
             self._reading = [event for event in self._reading if not event.query()]
         died = self._deaths.queue
         while died:
-            hold = died.popleft()
-            self._deaths.awaited.discard(hold)
-            assert isinstance(hold, _WeightHold)
-            self._forget_handle(hold.group, hold.transfers)
+            held = self._deaths.awaited.pop(died.popleft(), None)
+            if held is not None:
+                self._forget_handle(*held)
 
     def _forget_handle(self, group: WeightGroup, transfers: Transfers) -> None:
         transfers.live -= 1
@@ -749,7 +732,7 @@ class DeviceWeights(AbstractWeights):
                 member.keep_change(None)
             member.put_back()
             member.device = member.link = None
-        handles = Counter(hold.group for hold in self._deaths.awaited)  # type: ignore[attr-defined]
+        handles = Counter(group for group, _ in self._deaths.awaited.values())
         for group in self.groups:
             group.handles = handles[group]
         super().start_anew(transfers)
