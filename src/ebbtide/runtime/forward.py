@@ -27,7 +27,6 @@ from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script
 from ebbtide.runtime.module_state import ForwardState
-from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
 from ebbtide.runtime.torch_internals import MODULE_CALL, in_backward
 from ebbtide.units import brief
@@ -200,47 +199,72 @@ class OffloadedForward(ForwardReplacement):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._mend()
-        here, around = self.here, self.here.depth
-        weights = hooks = None
-        depth, completed = 0, False
+        hooks, opened = self.begin(call=(args, kwargs))
         try:
-            here.depth = around + 1
-            found = self._find_hooks()
-            if found is not None:
-                self._prepare(args, kwargs)  # first: it may place weights elsewhere
-            weights = self._begin_weights()
-            hooks = found
-            if hooks is None:
-                self.num_unrecorded += 1
-            else:
-                depth = len(hooks.running)
-                self._begin(hooks)
-                hooks.note_values(Owner.INPUTS, (args, kwargs))
             result = self._forward(*args, **kwargs)
-            completed = not self._runs_later(result)
             if hooks is not None:
                 hooks.note_values(Owner.OUTPUTS, result)
-                if not completed:
-                    self._warn_of_later()
+                hooks.running[-1].completed = not self._runs_later(result)
         finally:
-            if hooks is not None:
-                self._end(hooks, depth, completed)
-            if weights is not None:
-                self._end_weights(weights)
-            here.depth = around
+            self._close(opened)
         return result
+
+    def begin(
+        self, first: int = 0, call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    ) -> tuple[SavedTensorHooks | None, contextlib.ExitStack]:
+        """Begin a forward.
+
+        Args:
+            first: number of its first layer.
+            call: the arguments of the model's forward; None if a part of the model is called
+                instead. See [Note: bypassed forwards].
+
+        Returns:
+            The hooks, None where nothing is to be hooked; and what ends the forward when it closes.
+        """
+        with contextlib.ExitStack() as stack:
+            if call is not None:
+                stack.callback(setattr, self.here, "depth", self.here.depth)
+                self.here.depth += 1
+            elif not self._active:
+                return None, stack.pop_all()
+            hooks = self._engine.hooks() if hooks_are_wanted(self) else None
+            if call is not None and hooks is not None:
+                self._prepare(*call)  # first: it may place weights elsewhere
+            weights = self._engine.weights
+            if weights is not None and weights.begin_forward():
+                stack.callback(weights.end_forward)
+            if hooks is None:
+                self.num_unrecorded += call is not None
+            else:
+                stack.callback(self._end, hooks, len(hooks.running))
+                if not hooks.begin():
+                    return None, stack.pop_all()
+                if self._tracker is not None:
+                    self._tracker.begin_forward(first)
+                if call is not None:
+                    hooks.note_values(Owner.INPUTS, call)
+            return hooks, stack.pop_all()
+
+    def _end(self, hooks: SavedTensorHooks, depth: int) -> None:
+        """End the forward, and those in it that an error has left open."""
+        scope = None
+        while len(hooks.running) > depth:
+            scope = hooks.end()
+        if self._tracker is not None and scope is not None:
+            self._tracker.end_forward(scope, completed=scope.completed)
+
+    def _close(self, opened: contextlib.ExitStack) -> None:
+        opened.close()
 
     def _runs_later(self, result: object) -> bool:
         """Whether a call has returned what will run the forward, such as a generator."""
-        if isinstance(result, _LATER):
-            return True
-        forward = None if self._tracker is None else self._tracker.forward
-        if forward is None or forward.first or forward.called:
-            return False
-        return isinstance(result, Iterator)  # such as `map`; what it gives may be there already
-
-    def _warn_of_later(self) -> None:
-        """Say once that the forward has not run when its call returns."""
+        if not isinstance(result, _LATER):
+            forward = None if self._tracker is None else self._tracker.forward
+            if forward is None or forward.first or forward.called:
+                return False
+            if not isinstance(result, Iterator):  # such as `map`, which may have run already
+                return False
         if not self._has_warned:
             self._has_warned = True
             warn_user(
@@ -250,6 +274,7 @@ class OffloadedForward(ForwardReplacement):
                 "its own. To offload all of it, put what it does into a forward that returns its "
                 "result",
             )
+        return True
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._state = None
@@ -275,18 +300,6 @@ class OffloadedForward(ForwardReplacement):
         """Whether another forward of the model runs, on this thread or on another one."""
         return self._engine.transfers.running > (self.here.part is not None)
 
-    def _begin_weights(self) -> RestingWeights | None:
-        """Begin a forward with offloaded weights; None if there are none."""
-        weights = self._engine.weights
-        return weights if weights is not None and weights.begin_forward() else None
-
-    def _end_weights(self, weights: RestingWeights) -> None:
-        weights.end_forward()
-
-    def _find_hooks(self) -> SavedTensorHooks | None:
-        """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
-        return self._engine.hooks() if hooks_are_wanted(self) else None
-
     def _mend(self, beginning: nn.Module | None = None) -> None:
         """Begin anew after an interrupt; see [Note: interrupts].
 
@@ -300,37 +313,6 @@ class OffloadedForward(ForwardReplacement):
             here.depth, here.part = 0, None
             here.end.pop_all()
             self._engine.mend()
-
-    def begin_bypassed(self, first: int) -> Callable[[], None]:
-        """Begin a forward of a part of the model; see [Note: bypassed forwards].
-
-        Args:
-            first: number of its first layer.
-
-        Returns:
-            What ends it.
-        """
-        with contextlib.ExitStack() as stack:
-            weights = self._begin_weights() if self._active else None
-            if weights is not None:
-                stack.callback(weights.end_forward)
-            hooks = self._find_hooks() if self._active else None
-            if hooks is not None:
-                stack.callback(self._end, hooks, len(hooks.running), False)
-                self._begin(hooks, first)
-            return stack.pop_all().close
-
-    def _begin(self, hooks: SavedTensorHooks, first: int = 0) -> None:
-        hooks.begin()
-        if self._tracker is not None:
-            self._tracker.begin_forward(first)
-
-    def _end(self, hooks: SavedTensorHooks, depth: int, completed: bool) -> None:
-        scope = None
-        while len(hooks.running) > depth:
-            scope = hooks.end()
-        if self._tracker is not None and scope is not None:
-            self._tracker.end_forward(scope, completed=completed)
 
     def is_running(self, beginning: nn.Module) -> bool:
         """Whether a forward of the model runs now on this thread, with or without grad mode.
@@ -351,12 +333,9 @@ skip_in_compiler(vars(OffloadedForward)["_owner"].fget)
 skip_in_compiler(OffloadedForward.__call__, with_callees=False)
 skip_in_compiler(OffloadedForward._call, with_callees=False)
 skip_in_compiler(OffloadedForward._mend)
-skip_in_compiler(OffloadedForward._begin_weights)
-skip_in_compiler(OffloadedForward._end_weights)
-skip_in_compiler(OffloadedForward._find_hooks)
-skip_in_compiler(OffloadedForward._prepare)
-skip_in_compiler(OffloadedForward._begin)
-skip_in_compiler(OffloadedForward._end)
+skip_in_compiler(OffloadedForward.begin)
+skip_in_compiler(OffloadedForward._runs_later)
+skip_in_compiler(OffloadedForward._close)
 skip_in_compiler(ModuleHook.__call__)
 
 
@@ -418,7 +397,8 @@ class BypassHooks:
             return  # perhaps without grad mode
         if self._tracker.forward is not None or in_backward():
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
-        here.end.callback(self._forward.begin_bypassed(self._numbers.get(id(module), 0)))
+        _, opened = self._forward.begin(self._numbers.get(id(module), 0))
+        here.end.callback(opened.close)
         here.part = known
 
     def _end_call(self, known: weakref.ref[nn.Module], _: Any) -> None:
