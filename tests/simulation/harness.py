@@ -360,13 +360,13 @@ class Watch:
 
     def _watch_rebuilds(self) -> None:
         activations = self.simulation.activations
-        leave_out = activations.leave_out
+        add = activations.add
 
-        def watched_leave_out(*args: Any) -> Any:
-            self.rebuilds += 1
-            return leave_out(*args)
+        def watched_add(*args: Any, call: Any = None, **how: Any) -> Any:
+            self.rebuilds += call is not None
+            return add(*args, call=call, **how)
 
-        activations.leave_out = watched_leave_out
+        activations.add = watched_add
 
     def _watch_reloads(self) -> None:
         reloads, store = self.simulation.transfers.reloads, self.simulation.store

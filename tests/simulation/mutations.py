@@ -76,8 +76,7 @@ MUTATIONS = (
     Mutation("close-after-copies", remove),
     # ---- identity and versions ----------------------------------------------------------------
     Mutation("same-version", put("record.version == version", "True")),
-    Mutation("offloaded-identity", remove),
-    Mutation("rebuilt-identity", remove),
+    Mutation("saved-identity", remove),
     Mutation("in-place-changes", instead("return False")),
     Mutation("unchanged-output", put("output._version", "False")),
     Mutation("rebuilt-elsewhere", remove),

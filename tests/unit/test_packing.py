@@ -1,4 +1,4 @@
-"""Masks as bits and indices in narrow types: fewer bytes leave, the same come back."""
+"""Masks as bits: fewer bytes leave, the same come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.runtime.handles import find_packing, pack, restore, unpack
+from ebbtide.runtime.handles import is_whole_mask, pack, restore, unpack
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=256)
 
@@ -21,12 +21,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def round_trip(tensor: Tensor) -> int:
     """Packs and unpacks all of a tensor's storage; returns the packed size in bytes."""
-    packing = find_packing(tensor, tensor.untyped_storage())
-    assert packing is not None
+    assert is_whole_mask(tensor, tensor.untyped_storage())
     flat = bytes_of(tensor)
-    packed = pack(flat, packing)
+    packed = pack(flat)
     assert packed.dtype is torch.uint8
-    assert torch.equal(unpack(packed, packing, flat.numel()), flat)
+    assert torch.equal(unpack(packed, flat.numel()), flat)
     return packed.numel()
 
 
@@ -34,23 +33,6 @@ def round_trip(tensor: Tensor) -> int:
 @given(st.lists(st.booleans(), min_size=1, max_size=100))
 def test_a_mask_is_one_bit_an_element(values: list[bool]) -> None:
     assert round_trip(torch.tensor(values)) == -(-len(values) // 8)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.integers(0, 56))
-def test_whole_numbers_take_the_narrowest_type(values: list[int], shift: int) -> None:
-    numbers = torch.tensor([value >> shift for value in values])
-    least, most = int(numbers.min()), int(numbers.max())
-    fits = [
-        (least >= 0 and most < 2**8, 1),
-        (least >= -(2**15) and most < 2**15, 2),
-        (least >= -(2**31) and most < 2**31, 4),
-    ]
-    width = next((width for fit, width in fits if fit), None)
-    if width is None:
-        assert find_packing(numbers, numbers.untyped_storage()) is None
-    else:
-        assert round_trip(numbers) == width * len(values)
 
 
 @pytest.mark.parametrize("mask_first", [True, False])
@@ -72,13 +54,8 @@ def test_bytes_seen_as_a_mask_and_as_numbers(mask_first: bool) -> None:
         del saved, one
 
 
-def test_a_narrow_type_is_named() -> None:
-    numbers = torch.tensor([-5, 300])
-    assert pack(bytes_of(numbers), torch.int16).numel() == 4
-
-
 class Model(nn.Module):
-    """Saves a mask of 64 x 64 B, and indices of 64 x 8 B and 8 x 16 x 16 x 8 B."""
+    """Saves a mask of 64 x 64 B, which is packed, and indices, which are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +76,7 @@ def step(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_a_model_with_masks_and_indices_trains_the_same() -> None:
+def test_a_model_with_masks_trains_the_same() -> None:
     torch.manual_seed(0)
     model = Model()
     expected = step(model)
@@ -107,10 +84,7 @@ def test_a_model_with_masks_and_indices_trains_the_same() -> None:
         for got, plain in zip(step(model), expected, strict=True):
             assert torch.equal(got, plain)
         stats = handle.stats
-    mask = 64 * 64 * 7 // 8
-    tokens = 64 * (8 - 2)  # up to 299: two bytes
-    places = 8 * 16 * 16 * (8 - 2)  # up to 1023: two bytes
-    assert stats.packed_bytes == mask + tokens + places
+    assert stats.packed_bytes == 64 * 64 * 7 // 8
     assert stats.unique_bytes == stats.kept_bytes + stats.offloaded_bytes + (
         stats.rebuilt_bytes + stats.packed_bytes
     )

@@ -30,11 +30,10 @@ from ebbtide.runtime.handles import (
     Unwritten,
     bytes_of,
     empty_tensors,
-    find_packing,
     gather,
     pack,
 )
-from ebbtide.runtime.record import DROPPED, PENDING, REBUILT, AccessOrder, ForwardLog
+from ebbtide.runtime.record import DROPPED, REBUILT, AccessOrder, ForwardLog
 from ebbtide.runtime.torch_internals import call_after_backward, current_graph_task, sequence_number
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Verb
@@ -55,6 +54,7 @@ class Scope:
         unit: the records of the layer's unit in a schedule; None without a schedule.
         count: number of storages saved in this scope, which is the number of the next one.
         entered: whether a replacement of the layer's forward was called.
+        completed: of a forward, whether it has run to its end.
         first: of a forward, the number of its first layer.
         called: of a forward, the names of the layers that it has called.
     """
@@ -67,6 +67,7 @@ class Scope:
     unit: UnitRecords | None = None
     count: int = 0
     entered: bool = False
+    completed: bool = False
     first: int = 0
     called: list[str] = field(default_factory=list)
 
@@ -351,71 +352,27 @@ class Activations:
                 record.unread += 1
             self._count_handle(record, scope)
 
-    def keep(self, address: int, version: int, number: int, size_bytes: int) -> StorageRecord:
-        """Record a storage that stays on the device. Its saved tensors keep it alive.
-
-        Args:
-            address: address of the storage.
-            version: version of the saved tensor.
-            number: number of the storage in its layer's call.
-            size_bytes: size of the storage.
-
-        Returns:
-            The storage's record, with one handle.
-        """
-        with self._gate:
-            self._offloads.retire_finished()
-            scope = self.scopes.here
-            record = _make_record(scope, address, version, number, size_bytes, KEEP)
-            self._account.take_kept(size_bytes, record.layer, record)
-            self._register(record, scope)
-            return record
-
-    def leave_out(
-        self, storage: torch.UntypedStorage, version: int, number: int, call: Call
-    ) -> StorageRecord:
-        """Record a storage that is neither kept nor moved, because `call` computes it again.
-
-        Returns:
-            The storage's record, with one handle.
-        """
-        with self._gate:
-            scope, address, size_bytes = self.scopes.here, storage._cdata, storage.nbytes()
-            record = _make_record(scope, address, version, number, size_bytes, REBUILD)
-            # Guard rebuilt-identity: the record of a storage that is rebuilt pins the identity of
-            # the storage. A freed GELU output's address comes back at once, for another tensor: it
-            # would be taken for the first.
-            record.pin_identity(storage)
-            record.call = call
-            inputs = (getattr(saved, "record", None) for saved in call.inputs)
-            record.rebuilt_from = tuple(each for each in inputs if isinstance(each, StorageRecord))
-            self._account.meter.rebuilt_bytes += record.size_bytes
-            if self._account.memory is not None:
-                self._account.memory.note_reference(storage)
-            self._register(record, scope)
-            return record
-
-    def offload(
+    def add(
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        version: int,
+        scope: Scope,
         number: int,
+        decision: Decision,
         *,
+        call: Call | None = None,
         form: Hashable = None,
-        packs: bool = False,
-        view_size: tuple[int, ...] | None = None,
     ) -> StorageRecord:
-        """Offload a storage, or a view gathered from it, now or when a schedule says so.
+        """Record a storage: keep it, leave it out, or offload it now or when a schedule says so.
 
         Args:
             tensor: the saved tensor.
-            storage: its storage.
-            version: its version.
+            storage: its storage. If it is kept, its saved tensors keep it alive.
+            scope: where it is saved.
             number: number of the storage in its layer's call.
-            form: which bytes of the storage are copied; None means all of them.
-            packs: whether the bytes are packed before the copy if they can be.
-            view_size: the shape of a gathered view; None for a whole storage.
+            decision: what becomes of it.
+            call: computes it again, if the decision is to rebuild it.
+            form: which of its bytes are offloaded; see `StorageRecord`.
 
         Returns:
             The storage's record, with one handle.
@@ -424,32 +381,68 @@ class Activations:
             StoreFullError: the store has no room. The saved tensor was not taken.
         """
         with self._gate:
-            scope = self.scopes.here
-            address, size_bytes = storage._cdata, storage.nbytes()
-            record = _make_record(scope, address, version, number, size_bytes, OFFLOAD)
-            record.form, record.view_size = form, view_size
-            record.source = bytes_of(storage, self.empty(torch.uint8))
-            record.home = self._device.compute_stream()
-            # Guard written-before-copy: what no operation of the graph has made is copied only when
-            # the operator that saves it has returned. See [Note: tensors saved before they are
-            # written]: the copy would have the bytes from before the operator wrote them.
-            if tensor.grad_fn is None:
-                record.unwritten = True
-                begin = functools.partial(
-                    self._begin_copy, record, tensor, packs=packs, unit=scope.unit
-                )
-                scope.unwritten.append((sequence_number(), record, begin))
-            elif packs or view_size is not None or scope.unit is not None:
-                self._begin_copy(record, tensor, packs=packs, unit=scope.unit)
-            else:  # most copies: all that there is to do is this
-                self._offloads.offload(record, retain=False)
-            # Guard offloaded-identity: a record pins the identity of its source. A freed storage's
-            # address comes back at once, for another tensor: it would find the record of the first
-            # and get its bytes.
+            log, size_bytes = scope.forward, storage.nbytes()
+            record = StorageRecord(
+                scope.layer,
+                log.number,
+                size_bytes,
+                decision.state,
+                storage._cdata,
+                tensor._version,
+                number,
+                decision,
+                log,
+                unpacked_bytes=size_bytes,
+            )
+            if scope.layer is None:
+                record.numbers = {scope.place: number}
+            if decision is KEEP:
+                self._offloads.retire_finished()
+                self._account.take_kept(size_bytes, record.layer, record)
+                self._register(record, scope)
+                return record
+            if call is not None:
+                self._leave_out(record, storage, call)
+            else:
+                record.form = form
+                self._offload(record, tensor, storage, scope)
+                record.ordinal = log.add(record)
+            # Guard saved-identity: the record of a storage that is offloaded or rebuilt pins the
+            # identity of the storage. The address of a freed storage comes back at once, for
+            # another tensor: it would find the record of the first and get its bytes.
             record.pin_identity(storage)
-            record.ordinal = scope.forward.add(record)
             self._register(record, scope)
             return record
+
+    def _leave_out(self, record: StorageRecord, storage: torch.UntypedStorage, call: Call) -> None:
+        """Neither keep nor move a storage, because `call` computes it again."""
+        record.call = call
+        inputs = (getattr(saved, "record", None) for saved in call.inputs)
+        record.rebuilt_from = tuple(each for each in inputs if isinstance(each, StorageRecord))
+        self._account.meter.rebuilt_bytes += record.size_bytes
+        if self._account.memory is not None:
+            self._account.memory.note_reference(storage)
+
+    def _offload(
+        self,
+        record: StorageRecord,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        scope: Scope,
+    ) -> None:
+        record.source = bytes_of(storage, self.empty(torch.uint8))
+        record.home = self._device.compute_stream()
+        # Guard written-before-copy: what no operation of the graph has made is copied only when
+        # the operator that saves it has returned. See [Note: tensors saved before they are
+        # written]: the copy would have the bytes from before the operator wrote them.
+        if tensor.grad_fn is None:
+            record.unwritten = True
+            begin = functools.partial(self._begin_copy, record, tensor, scope.unit)
+            scope.unwritten.append((sequence_number(), record, begin))
+        elif record.form is not None or scope.unit is not None:
+            self._begin_copy(record, tensor, scope.unit)
+        else:  # most copies: all that there is to do is this
+            self._offloads.offload(record, retain=False)
 
     def begin_copies(self, unwritten: Unwritten) -> None:
         """Begin the copies that waited for the operator that saved last. It must have returned.
@@ -464,41 +457,39 @@ class Activations:
                     begin()
                     record.unwritten = False
                     if record.unit is not None and Verb.OFFLOAD in record.unit.done:
-                        self._start_pending(record)
+                        self._offloads.start_pending(record)
 
     def _begin_copy(
-        self, record: StorageRecord, tensor: torch.Tensor, *, packs: bool, unit: UnitRecords | None
+        self, record: StorageRecord, tensor: torch.Tensor, unit: UnitRecords | None
     ) -> None:
         """Begin the copy of a record whose source is the whole storage, or leave it to a schedule.
 
         Args:
             record: the record.
             tensor: the saved tensor.
-            packs: whether the bytes are packed if they can be.
             unit: the unit of a schedule that saved the tensor; None without a schedule.
         """
-        scheduled = unit is not None and unit.followed
-        waits = scheduled and unit is not None and not unit.immediate
-        source, packing, view = record.source, None, record.view_size
-        assert source is not None
-        if view is not None or (packs and not waits):
+        retains = waits = False
+        if unit is not None and unit.followed:
+            retains, waits = True, not unit.immediate
+        view, packs = record.view_size, record.form is torch.bool and not waits
+        if view is not None or packs:
+            source = record.source
+            assert source is not None
             current = self._device.compute_stream()
             if not self._device.note_use(source, record.home, current) and record.unwritten:
                 current.wait(record.home.record())  # it runs behind the operator that saved
                 record.home = current
             if view is not None:
                 source = gather(tensor, view)
+                record.unpacked_bytes = source.numel()
             else:
-                packing = find_packing(tensor, tensor.untyped_storage())
-        record.unpacked_bytes = source.numel()
-        if packing is not None:
-            source = pack(source, packing)
-            record.packing = packing
-        record.source, record.size_bytes = source, source.numel()
+                source, record.is_packed = pack(source), True
+            record.source, record.size_bytes = source, source.numel()
         if waits:
             self._offloads.retain(record)
         else:
-            self._offloads.offload(record, retain=scheduled)
+            self._offloads.offload(record, retain=retains)
             self._account.meter.packed_bytes += record.unpacked_bytes - record.size_bytes
 
     def _register(self, record: StorageRecord, scope: Scope) -> None:
@@ -530,14 +521,7 @@ class Activations:
                 if isinstance(source, StorageRecord):
                     self._claim(source, unit)
         elif unit.claim(record) and not record.unwritten:
-            self._start_pending(record)  # the unit that saved it first is in no hurry
-
-    def _start_pending(self, record: StorageRecord) -> None:
-        if record.state is PENDING:
-            try:
-                self._offloads.start(record)
-            except OSError as error:  # no room below: it stays where it is
-                self._offloads.error = error
+            self._offloads.start_pending(record)  # the unit that saved it first is in no hurry
 
     # ---- backward -----------------------------------------------------------------------------
 
@@ -599,7 +583,7 @@ class Activations:
         """
         layer = record.layer
         self.wanted_again.add((None if layer is None else layer.index, record.number))
-        copied = record.packing is not None or record.view_size is not None
+        copied = record.is_packed or record.view_size is not None
         record.buffer_stays = record.buffer is not None and not copied
 
     def _note_task(self, log: ForwardLog) -> bool:
@@ -824,28 +808,6 @@ class Activations:
         meter = self._account.meter
         records = (*meter.carried, *self.saved(), *meter.saved)
         return [record for record in records if record.state is not DROPPED]
-
-
-def _make_record(
-    scope: Scope, address: int, version: int, number: int, size_bytes: int, decision: Decision
-) -> StorageRecord:
-    """Make the record of a storage that is first saved in a scope."""
-    log = scope.forward
-    record = StorageRecord(
-        scope.layer,
-        log.number,
-        size_bytes,
-        decision.state,
-        address,
-        version,
-        number,
-        decision,
-        log,
-        unpacked_bytes=size_bytes,
-    )
-    if scope.layer is None:
-        record.numbers = {scope.place: number}
-    return record
 
 
 # ---- Bounds the bytes in flight pass by pass, as a plan says ----

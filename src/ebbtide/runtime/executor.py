@@ -10,7 +10,6 @@ the default way, where sources are released as their copies end and backward pre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -18,8 +17,8 @@ from ebbtide.devices.device import Layer
 from ebbtide.errors import ScheduleError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.events import Subject
-from ebbtide.runtime.handles import UnitRecords
-from ebbtide.runtime.record import PENDING, RELOADED, RETAINED, STORED, ForwardLog
+from ebbtide.runtime.handles import ScheduleRun, UnitRecords
+from ebbtide.runtime.record import RELOADED, RETAINED, STORED, ForwardLog
 from ebbtide.schedule import Action, Direction, Pass, Schedule, Unit, Verb, first_use
 
 
@@ -39,49 +38,6 @@ class ScheduleMode:
     schedule: Schedule
     manual: bool = False
     any_order: bool = False
-
-
-@final
-class ScheduleRun:
-    """One traversal of the order of a schedule.
-
-    Args:
-        number: number of the run in its step, from 0.
-        forwards: the forwards of the schedule, in order.
-
-    Attributes:
-        number: as given.
-        place: place in the order of the pass that is due next.
-        begun: passes that have begun.
-        to_come: forwards that have not begun, in order; empty once no more are expected.
-        departed: whether the run has departed from the schedule and is now offloaded in the default
-            way.
-        units: records of each unit whose forward has begun.
-        logs: the log of each microbatch.
-    """
-
-    def __init__(self, number: int, forwards: Iterable[Pass]) -> None:
-        self.number = number
-        self.to_come = dict.fromkeys(forwards)
-        self.place = 0
-        self.begun: set[Pass] = set()
-        self.departed = False
-        self.units: dict[Unit, UnitRecords] = {}
-        self.logs: dict[int, ForwardLog] = {}
-
-    def waits_for_backward(self) -> bool:
-        """Whether some unit's forward has begun and its backward has not."""
-        backwards = {each.unit for each in self.begun if not each.is_forward}
-        return any(each.unit not in backwards for each in self.begun if each.is_forward)
-
-    def has_skipped_forwards(self, places: Mapping[Pass, int]) -> bool:
-        """Whether a backward has begun that comes after a forward which has not begun.
-
-        Args:
-            places: the places of the passes in the order of the schedule.
-        """
-        backwards = [places.get(each, -1) for each in self.begun if not each.is_forward]
-        return bool(backwards) and any(places[each] < max(backwards) for each in self.to_come)
 
 
 @final
@@ -140,14 +96,42 @@ class ScheduleExecutor:
             The unit's records and the log of its microbatch, for `Scopes.begin_layer`.
         """
         self.end_given_up_run()
+        manual = self.mode.manual
         with self._transfers, self._gate:
-            records = self._begin_forward(self._next_unit() if unit is None else unit)
+            run = self.current
+            if unit is None:
+                unit = next(iter((run and run.to_come) or self._forwards)).unit
+            each = Pass(Direction.FORWARD, unit)
+            if run is None or not run.to_come or each in run.begun:
+                if run is not None and run.to_come:
+                    if not manual:
+                        self._warn(f"{each} came where {next(iter(run.to_come))} was due")
+                    self._depart(run)
+                meter = self._transfers.account.meter
+                run = self.current = ScheduleRun(meter.num_runs, dict.fromkeys(self._forwards))
+                meter.num_runs += 1
+            self.begin(run, each)
+            use = first_use(unit, self._places)
+            records = run.units[unit] = UnitRecords(
+                unit,
+                len(self._schedule.order) if use is None else use,
+                run,
+                leaves=manual or unit in self._leaving,
+                immediate=unit in self._immediate and not manual,
+            )
             return records, self._log(records)
 
     def end_given_up_run(self) -> None:
         """Abandon the current run if its graphs have died although passes are still to come."""
         self._transfers.settle()
-        if self._is_given_up():
+        run = self.current
+        if self._transfers.live or run is None or not run.to_come:
+            return
+        forwards = {each.unit for each in run.begun if each.is_forward}
+        backwards = [each for each in run.begun if not each.is_forward]
+        last = max((self._places.get(each, -1) for each in backwards), default=-1)
+        skips = any(self._places[each] < last for each in run.to_come)
+        if skips or not forwards.issubset(each.unit for each in backwards):
             self.abandon()
 
     def begin_backward(
@@ -156,7 +140,7 @@ class ScheduleExecutor:
         """Note that the backward of a unit begins, and perform the actions anchored at it."""
         with self._transfers, self._gate:
             self.activations.note_deaths()
-            self._begin_backward(records, direction)
+            self.begin(records.run, Pass(direction, records.unit))
 
     def begin_backward_of(self, unit: Unit, direction: Direction) -> None:
         """Note that the backward of a unit of the current run begins."""
@@ -165,7 +149,7 @@ class ScheduleExecutor:
             records = None if self.current is None else self.current.units.get(unit)
             if records is None:
                 return
-            self._begin_backward(records, direction)
+            self.begin(records.run, Pass(direction, unit))
             recorder = self._transfers.account.recorder
             if recorder is not None:
                 number = self._log(records).number
@@ -247,63 +231,16 @@ class ScheduleExecutor:
         """Whether forwards of the current run are still to come; the step goes on until then."""
         return self.current is not None and bool(self.current.to_come)
 
-    def _is_given_up(self) -> bool:
-        """Whether no graph is alive although the run still has passes to come."""
-        current = self.current
-        if self._transfers.live or current is None or not current.to_come:
-            return False
-        return current.waits_for_backward() or current.has_skipped_forwards(self._places)
-
     def _abandon(self) -> None:
         if self.current is not None:
             self._depart(self.current)
             self.current.to_come.clear()
 
-    def _next_unit(self) -> Unit:
-        to_come = self.current.to_come if self.current is not None else None
-        return next(iter(to_come or self._forwards)).unit
-
-    def _begin_run(self) -> ScheduleRun:
-        meter = self._transfers.account.meter
-        self.current = ScheduleRun(meter.num_runs, self._forwards)
-        meter.num_runs += 1
-        return self.current
-
     # ---- passes -------------------------------------------------------------------------------
-
-    def _begin_forward(self, unit: Unit) -> UnitRecords:
-        """Begin a forward in the current run, or as the first one of a new run."""
-        current = self.current
-        each = Pass(Direction.FORWARD, unit)
-        if current is None or not current.to_come or each in current.begun:
-            if current is not None and current.to_come:
-                if not self.mode.manual:
-                    self._warn(f"{each} came where {next(iter(current.to_come))} was due")
-                self._depart(current)
-            current = self._begin_run()
-        self.begin(current, each)
-        manual = self.mode.manual
-        use = first_use(unit, self._places)
-        records = UnitRecords(
-            unit,
-            len(self._schedule.order) if use is None else use,
-            current,
-            leaves=manual or unit in self._leaving,
-            immediate=unit in self._immediate and not manual,
-        )
-        records.followed = not current.departed
-        current.units[unit] = records
-        return records
-
-    def _begin_backward(self, records: UnitRecords, direction: Direction) -> None:
-        run = records.run
-        assert isinstance(run, ScheduleRun)
-        self.begin(run, Pass(direction, records.unit))
 
     def _log(self, records: UnitRecords) -> ForwardLog:
         """Return the log of the microbatch that a unit belongs to."""
         run, number = records.run, records.unit.microbatch
-        assert isinstance(run, ScheduleRun)
         if number not in run.logs:
             shown = number if self._schedule.num_microbatches > 1 else run.number
             run.logs[number] = ForwardLog(None, shown)
@@ -356,7 +293,6 @@ class ScheduleExecutor:
     def _depart(self, run: ScheduleRun) -> None:
         run.departed = True
         for records in run.units.values():
-            records.followed = False
             for record in records.records:
                 if record.state is RETAINED:
                     self._offloads.stop_retaining(record)
@@ -368,7 +304,8 @@ class ScheduleExecutor:
     def do(self, records: UnitRecords, verb: Verb) -> None:
         """Perform one action on what a unit saved. Called with the lock held."""
         if verb is Verb.OFFLOAD:
-            self._start_offloads(records)
+            for record in records.records:
+                self._offloads.start_pending(record)
         elif verb is Verb.RELEASE:
             for record in list(records.records):
                 self._offloads.release(record)
@@ -381,12 +318,3 @@ class ScheduleExecutor:
                 if record.state is RELOADED:
                     record.buffer_stays = True
         records.done.add(verb)
-
-    def _start_offloads(self, records: UnitRecords) -> None:
-        for record in records.records:
-            if record.state is PENDING:
-                try:
-                    self._offloads.start(record)
-                except OSError as error:  # no room: the rest stays on the device
-                    self._offloads.error = error
-                    return

@@ -1,6 +1,6 @@
 """Handles, which autograd's graph holds instead of saved tensors, and the records that they share.
 
-First comes packing, which makes masks and indices smaller before their offload. Then the handles,
+First comes packing, which makes masks smaller before their offload. Then the handles,
 with the unpack hook and the holds by which their deaths are noted; then `StorageRecord`, the record
 of one storage.
 """
@@ -42,43 +42,18 @@ from ebbtide.runtime.torch_internals import (
     release_identity,
     storage_of_identity,
 )
-from ebbtide.schedule import Unit, Verb
+from ebbtide.schedule import Pass, Unit, Verb
 
-# ---- Packs tensors without loss before their offload: masks to bits, indices to a narrower type
-#
-# A packing is named by a type: `torch.bool` means that each byte of a mask becomes one bit, and an
-# integer type is the narrower type that 8-byte integers are converted to.
-
-PACKED = frozenset({torch.bool, torch.int64})
-"""The types of tensors that can be packed."""
+# ---- Packs masks without loss before their offload: each of their bytes becomes one bit
 
 _BITS = 8
-_NARROW = (torch.uint8, torch.int16, torch.int32)
 
 
-def find_packing(tensor: Tensor, storage: torch.UntypedStorage) -> torch.dtype | None:
-    """Return a packing for the whole storage of a tensor; None if it should not be packed.
-
-    A mask is packed on any device. Indices are packed only on a CPU: their packing depends on their
-    values, and the host would have to wait for an accelerator to read them.
-
-    Args:
-        tensor: the saved tensor.
-        storage: its storage.
-    """
+def is_whole_mask(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether the whole storage of a tensor consists of the bytes of a mask."""
     whole = tensor if tensor._base is None else tensor._base
-    if whole.dtype is not tensor.dtype or whole.nbytes != storage.nbytes():
-        return None
-    if tensor.dtype is torch.bool:
-        return torch.bool
-    if tensor.dtype is torch.int64 and tensor.device.type == "cpu":
-        numbers = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage)
-        least, most = numbers.aminmax()
-        for dtype in _NARROW:
-            limits = torch.iinfo(dtype)
-            if limits.min <= int(least) and int(most) <= limits.max:
-                return dtype
-    return None
+    is_mask = tensor.dtype is torch.bool and whole.dtype is torch.bool
+    return is_mask and whole.nbytes == storage.nbytes()
 
 
 def bytes_of(storage: torch.UntypedStorage, no_bytes: Tensor) -> Tensor:
@@ -102,30 +77,26 @@ def gather(tensor: Tensor, size: tuple[int, ...]) -> Tensor:
     return packed.view(-1).view(torch.uint8)
 
 
-def pack(flat: Tensor, packing: torch.dtype) -> Tensor:
-    """Pack the bytes of a storage.
+def pack(flat: Tensor) -> Tensor:
+    """Pack the bytes of a mask.
 
     Shape:
         flat: (size_bytes,), uint8.
         Returns: (packed_bytes,), uint8.
     """
-    if packing is not torch.bool:
-        return flat.view(torch.int64).to(packing).view(torch.uint8)
     rest = -flat.numel() % _BITS
     if rest:
         flat = torch.cat([flat, flat.new_zeros(rest)])
     return (flat.ne(0).view(-1, _BITS) * _weights(flat)).sum(1, dtype=torch.uint8)
 
 
-def unpack(packed: Tensor, packing: torch.dtype, size_bytes: int) -> Tensor:
-    """Return the bytes of a storage as they were before `pack`.
+def unpack(packed: Tensor, size_bytes: int) -> Tensor:
+    """Return the bytes of a mask as they were before `pack`.
 
     Shape:
         packed: (packed_bytes,), uint8.
         Returns: (size_bytes,), uint8.
     """
-    if packing is not torch.bool:
-        return packed.view(packing).to(torch.int64).view(torch.uint8)[:size_bytes]
     bits = (packed.unsqueeze(1) & _weights(packed)).ne(0)
     return bits.view(-1)[:size_bytes].view(torch.uint8)
 
@@ -414,13 +385,12 @@ class StorageRecord(Record):
         unpacked_bytes: size of the storage or view; `size_bytes` is smaller if it is packed.
         identity: torch's weak reference to the source storage. While it exists, no other storage
             can have the same address, so a lookup by address finds this storage or nothing.
-        form: which bytes of the storage the record holds: None for all of them, else a key that
+        form: which bytes of the storage the record holds: None for all of them, `torch.bool` for
+            those of a mask, which only other masks can share if they are packed, else a tuple that
             identifies a gathered view.
         sibling: another record of the same storage, with another form.
-        view_size: the shape of a gathered view; None for a whole storage.
         ordinal: number of the record in `forward`; -1 if it is not offloaded.
-        packing: packing of the source, slot and buffer; see `ebbtide.runtime.handles`. None if
-            they are not packed.
+        is_packed: whether source, slot and buffer have one bit for each byte of a mask.
         call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
         rebuilt_from: the records of the call's inputs, which are known when the call is gone, too.
         begun: event before the rebuild on the compute stream; set only if steps are traced.
@@ -445,9 +415,8 @@ class StorageRecord(Record):
     identity: Any = field(default=None, init=False)
     form: Hashable = field(default=None, init=False)
     sibling: StorageRecord | None = field(default=None, init=False)
-    view_size: tuple[int, ...] | None = field(default=None, init=False)
     ordinal: int = field(default=-1, init=False)
-    packing: torch.dtype | None = field(default=None, init=False)
+    is_packed: bool = field(default=False, init=False)
     call: Call | None = field(default=None, init=False)
     rebuilt_from: tuple[StorageRecord, ...] = field(default=(), init=False)
     begun: AbstractEvent | None = field(default=None, init=False)
@@ -462,13 +431,18 @@ class StorageRecord(Record):
 
     @property
     def source_address(self) -> int | None:
-        return self.address if self.form is None and self.packing is None else None
+        return self.address if self.form is None else None
 
     def find_storage(self) -> torch.UntypedStorage | None:
         if self.identity is None:
             return None
         found: torch.UntypedStorage | None = storage_of_identity(self.identity)
         return found
+
+    @property
+    def view_size(self) -> tuple[int, ...] | None:
+        """The shape of a gathered view; None for a whole storage."""
+        return self.form[1] if isinstance(self.form, tuple) else None
 
     @property
     def is_on_device(self) -> bool:
@@ -492,7 +466,7 @@ class StorageRecord(Record):
             flat: (size_bytes,), uint8.
             Returns: (unpacked_bytes,), uint8.
         """
-        return flat if self.packing is None else unpack(flat, self.packing, self.unpacked_bytes)
+        return unpack(flat, self.unpacked_bytes) if self.is_packed else flat
 
     def note_stored(self) -> None:
         if self.forward.in_backward:
@@ -514,6 +488,34 @@ class StorageRecord(Record):
         assert moves == (self.ordinal >= 0), "only what moves has an ordinal"
 
 
+# ---- What a schedule moves together ----
+
+
+@final
+@dataclass(eq=False, repr=False)
+class ScheduleRun:
+    """One traversal of the order of a schedule.
+
+    Attributes:
+        number: number of the run in its step, from 0.
+        to_come: forwards that have not begun, in order; empty once no more are expected.
+        place: place in the order of the pass that is due next.
+        begun: passes that have begun.
+        departed: whether the run has departed from the schedule and is now offloaded in the default
+            way.
+        units: records of each unit whose forward has begun.
+        logs: the log of each microbatch.
+    """
+
+    number: int
+    to_come: dict[Pass, None]
+    place: int = 0
+    begun: set[Pass] = field(default_factory=set)
+    departed: bool = False
+    units: dict[Unit, UnitRecords] = field(default_factory=dict)
+    logs: dict[int, ForwardLog] = field(default_factory=dict)
+
+
 @final
 @dataclass(eq=False, repr=False)
 class UnitRecords:
@@ -525,28 +527,30 @@ class UnitRecords:
     Attributes:
         unit: the unit.
         use: place in the order of the schedule at which the unit's backward begins.
-        run: the schedule run that the unit belongs to; it is only compared by identity.
+        run: the schedule run that the unit belongs to.
         leaves: whether the schedule offloads the unit.
         immediate: whether the copy of a storage starts when it is saved; otherwise it starts at the
             unit's offload action.
-        followed: whether the schedule decides when the records move; False once the run has
-            departed from its schedule.
         done: actions already performed on the unit.
         records: its live records, in the order of their first save.
     """
 
     unit: Unit
     use: int
-    run: object
+    run: ScheduleRun
     leaves: bool
     immediate: bool
-    followed: bool = True
     done: set[Verb] = field(default_factory=set)
     records: dict[StorageRecord, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.leaves and self.immediate:
             self.done.add(Verb.OFFLOAD)
+
+    @property
+    def followed(self) -> bool:
+        """Whether the schedule decides when the records move."""
+        return not self.run.departed
 
     def claim(self, record: StorageRecord) -> bool:
         """Take over a record that the unit saves, unless another unit has the better claim.

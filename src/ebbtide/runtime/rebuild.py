@@ -87,7 +87,7 @@ class RecordedTensor(AbstractAway):
         try:
             if record.decision is OFFLOAD:
                 flat = activations.bring_back(record)
-                if record.view_size is None and record.packing is None:
+                if record.view_size is None and not record.is_packed:
                     return self._tensor_in(flat.untyped_storage())
                 return self._tensor_of(flat)
             if record.call is None:
@@ -380,7 +380,7 @@ class Placement:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
         may_rebuild: whether anything has been rebuilt, or may be.
-        packs: whether masks and indices are packed before they leave.
+        packs: whether masks are packed before they leave.
         verifies_first: whether the policy recomputes layers, which are verified before that.
         refused: names of layers that cannot be recomputed. What they save is offloaded instead.
         wanted_again: layer and number of storages that stay on the device because a second

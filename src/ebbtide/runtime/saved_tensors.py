@@ -21,14 +21,14 @@ from ebbtide.runtime.activations import Activations, Scope
 from ebbtide.runtime.compiled import skip_in_compiler
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.handles import (
+    KEEP,
     OFFLOAD,
-    PACKED,
     AbstractSaved,
     Saved,
     StorageRecord,
-    find_packing,
     is_of_checkpoint,
     is_of_recomputed,
+    is_whole_mask,
     pass_through,
     raise_modified,
     restore,
@@ -520,31 +520,46 @@ class SavedTensorHooks:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
     ) -> Saved:
         """Share the record of a storage, or place the storage and make one."""
-        activations, version = self._activations, tensor._version
+        activations = self._activations
         if scope.unwritten and scope.unwritten[0][0] != sequence_number():
             activations.begin_copies(scope.unwritten)
         if self._finds_settings and self._placement.may_rebuild:
             scope.forward.note_settings(kernel_settings())
-        first = activations.find(storage._cdata, version)
-        if first is not None and not self._may_share(first, tensor, scope):
-            first = None
-        if first is None:
+        record = activations.find(storage._cdata, tensor._version)
+        if record is not None and not self._may_share(record, tensor, scope):
+            record = None
+        call = None
+        if record is not None:
+            number, decision = scope.number_storage(record), record.decision
+        else:
             if self._unsharded.is_sharded and self._unsharded.own(storage):
                 self._account.meter.parameter_bytes += tensor.nbytes
                 return pass_through(tensor)
             number = scope.number_storage(None)
             decision, call = self._placement.decide(scope, number, tensor, storage)
-            if decision is OFFLOAD:
-                return self._offload(tensor, version, storage, number, None)
-            if call is None:
-                return self._keep(tensor, version, storage, number)
-            record = activations.leave_out(storage, version, number, call)
-            return RecordedTensor(activations, record, tensor)
-        number = scope.number_storage(first)
-        if first.decision is OFFLOAD:
-            return self._offload(tensor, version, storage, number, first)
-        activations.share(first)
-        return RecordedTensor(activations, first, tensor)
+        form: Hashable = None
+        if decision is OFFLOAD:
+            if record is None or record.form is not None:  # else the first record has all bytes
+                form = self._find_form(tensor, storage)
+            if record is not None:
+                record = activations.find_form(record, form)
+                if record is None and scope.must_stay:
+                    decision = KEEP
+        if record is not None:
+            activations.share(record)
+        else:
+            record = activations.add(tensor, storage, scope, number, decision, call=call, form=form)
+        return RecordedTensor(activations, record, tensor)
+
+    def _find_form(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
+        """Return which bytes of a storage are offloaded for a tensor; see `StorageRecord`."""
+        view = None
+        if not tensor.is_contiguous() or 2 * tensor.nbytes < storage.nbytes():
+            view = _find_view(tensor, storage)
+        if view is not None:
+            return tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
+        packs = self._placement.packs and is_whole_mask(tensor, storage)
+        return torch.bool if packs else None
 
     def _may_share(self, record: StorageRecord, tensor: torch.Tensor, scope: Scope) -> bool:
         """Whether a record of a tensor's storage has the bytes that the tensor has now."""
@@ -564,55 +579,6 @@ class SavedTensorHooks:
             return False
         # What it is rebuilt from may have changed. The bytes are still here.
         return all(can_restore(saved) for saved in call.inputs)
-
-    def _keep(
-        self, tensor: torch.Tensor, version: int, storage: torch.UntypedStorage, number: int
-    ) -> Saved:
-        activations, address = self._activations, storage._cdata
-        record = activations.keep(address, version, number, storage.nbytes())
-        return RecordedTensor(activations, record, tensor)
-
-    def _offload(
-        self,
-        tensor: torch.Tensor,
-        version: int,
-        storage: torch.UntypedStorage,
-        number: int,
-        first: StorageRecord | None,
-    ) -> Saved:
-        """Share the record of the same bytes if there is one that can be shared, or make one.
-
-        Args:
-            tensor: the tensor that is saved.
-            version: its version.
-            storage: its storage.
-            number: number of the storage in its layer's call.
-            first: a record of the storage, if there is one.
-        """
-        activations = self._activations
-        form: Hashable = None
-        view, packs = None, False
-        if first is None or first.form is not None:  # else the first record has all bytes
-            if not tensor.is_contiguous() or 2 * tensor.nbytes < storage.nbytes():
-                view = _find_view(tensor, storage)
-            if view is not None:
-                form = tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
-            elif tensor.dtype in PACKED and self._placement.packs:
-                packs = True
-                # Only other masks can share packed bits. Numbers in the same bytes cannot.
-                if tensor.dtype is torch.bool:
-                    form = find_packing(tensor, storage)
-        if first is not None:
-            record = activations.find_form(first, form)
-            if record is not None:
-                activations.share(record)
-                return RecordedTensor(activations, record, tensor)
-            if self._scopes.here.must_stay:
-                return self._keep(tensor, version, storage, number)
-        record = activations.offload(
-            tensor, storage, version, number, form=form, packs=packs, view_size=view
-        )
-        return RecordedTensor(activations, record, tensor)
 
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
         if is_plain_subclass(tensor, self.plain_types):

@@ -120,7 +120,7 @@ _WORDS: Final = {
     "reloaded_bytes": "came back for backward",
     "rebuilt_bytes": "were computed again in backward instead",
     "recomputed_bytes": "are of layers whose forward ran again in backward",
-    "packed_bytes": "were left out by packing masks and indices",
+    "packed_bytes": "were left out by packing masks",
     "weight_reload_bytes": "weights copied to the device",
     "gradient_bytes": "gradients of offloaded weights copied to the host",
     "peak_device_bytes": "most activations on the device at once",

@@ -212,6 +212,14 @@ class Offloads:
         """
         self._copy_down(record, RETAINED)
 
+    def start_pending(self, record: Record) -> None:
+        """Do so if the record is PENDING. Without room in the store, the source stays there."""
+        if record.state is PENDING:
+            try:
+                self.start(record)
+            except OSError as error:
+                self.error = error
+
     def _copy_down(self, record: Record, state: State) -> None:
         assert record.source is not None
         # The copy may start when the kernels queued so far have run: they write these bytes. They
