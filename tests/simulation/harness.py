@@ -22,7 +22,7 @@ from ebbtide.devices import AbstractDevice, AbstractEvent, Layer, SimulatedDevic
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime import rebuild, saved_tensors
 from ebbtide.runtime.activations import Activations
-from ebbtide.runtime.handles import Saved, StorageRecord, restore
+from ebbtide.runtime.handles import OFFLOAD, Saved, StorageRecord, restore
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.recompute import (
@@ -30,6 +30,7 @@ from ebbtide.runtime.recompute import (
     Recomputing,
     recompute_later,
 )
+from ebbtide.runtime.record import State
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications, Verified
@@ -39,6 +40,35 @@ from programs import WIDTH, Outcome, Program, Run, Source
 KIB = 1024
 SAVED_BY_ONE_KERNEL = 3
 """Most reloaded tensors that backward holds after the session has let go: `hypot` saves three."""
+
+
+CONTENTS = {
+    State.KEPT: set[str](),
+    State.PENDING: {"source"},
+    State.RETAINED: {"source", "slot"},
+    State.OFFLOADING: {"source", "slot"},
+    State.STUCK: {"source", "slot"},
+    State.STORED: {"slot"},
+    State.RELOADED: {"slot", "buffer"},
+    State.REBUILDABLE: set[str](),
+    State.REBUILT: {"buffer"},
+}
+"""The parts that a record has in each state, by the table in `ebbtide.runtime.record`."""
+
+
+def check_record(record: StorageRecord) -> None:
+    """Hold a record that graphs hold to the table of states."""
+    state = record.state
+    parts = {part for part in ("source", "slot", "buffer") if getattr(record, part) is not None}
+    assert parts == CONTENTS[state], f"a {state.name} record has {parts}"
+    assert (record.ready is not None) == (record.buffer is not None), "a buffer without its event"
+    assert not record.expected or state is State.STORED, "expected, but not in the store"
+    assert not record.buffer_stays or state is State.RELOADED, "must stay, but was not reloaded"
+    rebuilds = state in (State.REBUILDABLE, State.REBUILT)
+    assert rebuilds == (record.call is not None), f"{state.name} with call {record.call}"
+    assert record.handles > 0, "a record without a handle"
+    assert 0 <= record.unread <= record.handles, "more readers than handles"
+    assert (record.decision is OFFLOAD) == (record.ordinal >= 0), "only what moves has an ordinal"
 
 
 def poll_weakly(transfers: Transfers) -> Callable[[], None]:
@@ -230,7 +260,7 @@ class Simulation:
     def check_states(self) -> None:
         """Hold every record to the table of states."""
         for record in self.activations.alive():
-            record.check()
+            check_record(record)
 
     def check_account(self) -> None:
         """No graph is alive and nothing is held for one; copies may be under way."""

@@ -270,42 +270,6 @@ def register_hooks(
 # own what they need of the engine, and the user's handle owns the engine and no hook.
 
 
-def hold_forward(forward: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    """Return a function that gives a forward again without keeping its module alive.
-
-    Args:
-        forward: the method of a module, which is bound again when it is wanted. Any other callable
-            is held as it is.
-
-    Returns:
-        A function that returns the forward, or None once the module is gone.
-    """
-    owner = getattr(forward, "__self__", None)
-    if not isinstance(forward, types.MethodType) or not isinstance(owner, nn.Module):
-        return lambda: forward
-    known, function = weakref.ref(owner), forward.__func__
-
-    def bind() -> Callable[..., Any] | None:
-        alive = known()
-        if alive is None:
-            return None
-        if torch.compiler.is_compiling():  # the compiler can trace no making of a method
-            return functools.partial(function, alive)
-        return types.MethodType(function, alive)
-
-    return bind
-
-
-@final
-class _WrappedForward:
-    """The attribute ``__wrapped__`` of an object that stands for a forward; its class has none."""
-
-    def __get__(self, stand_in: Any, kind: type) -> Callable[..., Any]:
-        if stand_in is None:
-            raise AttributeError(f"{kind.__name__} wraps nothing")
-        return stand_in._forward  # type: ignore[no-any-return]
-
-
 class ForwardReplacement:
     """What is called in the place of a forward, whose name, documentation and attributes it has.
 
@@ -316,8 +280,6 @@ class ForwardReplacement:
         forward: the forward that is replaced. If it is a module's, the module is not kept alive.
     """
 
-    __wrapped__ = _WrappedForward()
-
     def __init__(self, forward: Callable[..., Any]) -> None:
         # As `functools.update_wrapper`, which would refer to the forward.
         for name in functools.WRAPPER_ASSIGNMENTS:
@@ -325,7 +287,23 @@ class ForwardReplacement:
                 setattr(self, name, getattr(forward, name))
         vars(self).update(getattr(forward, "__dict__", {}))
         vars(self).pop("__wrapped__", None)
-        self._find_forward = hold_forward(forward)
+        owner = getattr(forward, "__self__", None)
+        is_method = isinstance(forward, types.MethodType) and isinstance(owner, nn.Module)
+        self._bound_to = weakref.ref(owner) if is_method else None
+        self._function: Any = getattr(forward, "__func__", forward) if is_method else forward
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":  # which its class has not
+            return self._forward
+        raise AttributeError(name)
+
+    @property
+    def _owner(self) -> Any:
+        """What the forward is bound to; this object if it is not bound, or that is gone."""
+        if self._bound_to is None:
+            return getattr(self._function, "__self__", self)
+        owner = self._bound_to()
+        return self if owner is None else owner
 
     @property
     def _forward(self) -> Callable[..., Any]:
@@ -334,33 +312,34 @@ class ForwardReplacement:
         Raises:
             PolicyError: its module is gone.
         """
-        forward = self._find_forward()
-        if forward is None:
+        if self._bound_to is None:
+            return self._function  # type: ignore[no-any-return]
+        owner = self._bound_to()
+        if owner is None:
             raise PolicyError(
                 "the model of this offloaded forward is gone: keep a reference to the model, and "
                 "not only to its forward"
             )
-        return forward
-
-    @property
-    def _function(self) -> Any:
-        return getattr(self._forward, "__func__", self._forward)
+        if is_traced():  # the compiler can trace no making of a method
+            return functools.partial(self._function, owner)
+        return types.MethodType(self._function, owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo.get(id(getattr(self._forward, "__self__", None)))
+        copied = memo.get(id(self._owner))
         if isinstance(copied, nn.Module):
             # Not that of its class: other code may have bound a function of its own to the module.
             return types.MethodType(self._function, copied)
         return self._forward
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        owner = getattr(self._forward, "__self__", None)
+        owner = self._owner
         if isinstance(owner, nn.Module):
             return getattr, (owner, "forward")  # its class's own, which needs no ebbtide to read
         return itself, (self._forward,)
 
 
 skip_in_compiler(vars(ForwardReplacement)["_forward"].fget)
+skip_in_compiler(vars(ForwardReplacement)["_owner"].fget)
 
 
 def itself(forward: Callable[..., Any]) -> Callable[..., Any]:

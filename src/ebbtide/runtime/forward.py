@@ -117,11 +117,6 @@ class OffloadedForward(ForwardReplacement):
         self._has_warned = False
 
     @property
-    def _owner(self) -> Any:
-        """What the wrapped forward is bound to; this object if it is not bound, or that is gone."""
-        return getattr(self._find_forward(), "__self__", self)
-
-    @property
     def replaced_by(self) -> str:
         """What has taken this forward's place in its module; empty if nothing has."""
         present = getattr(self._owner, "forward", self)
@@ -329,7 +324,6 @@ class OffloadedForward(ForwardReplacement):
 
 
 # The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
-skip_in_compiler(vars(OffloadedForward)["_owner"].fget)
 skip_in_compiler(OffloadedForward.__call__, with_callees=False)
 skip_in_compiler(OffloadedForward._call, with_callees=False)
 skip_in_compiler(OffloadedForward._mend)

@@ -22,11 +22,9 @@ from torch import Tensor
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.record import (
-    DROPPED,
     KEPT,
     PENDING,
     REBUILDABLE,
-    REBUILT,
     Constants,
     ForwardLog,
     KernelSettings,
@@ -477,15 +475,6 @@ class StorageRecord(Record):
         if not isinstance(other, StorageRecord) or log is not other.forward:
             return False
         return log.next_use(self.ordinal) < log.next_use(other.ordinal)
-
-    def check(self) -> None:
-        Record.check(self)
-        rebuilds = self.state in (REBUILDABLE, REBUILT)
-        assert rebuilds == (self.call is not None), f"{self.state.name} with call {self.call}"
-        assert self.state is DROPPED or self.handles > 0, "a record without a handle"
-        assert 0 <= self.unread <= self.handles, "more readers than handles"
-        moves = self.decision is OFFLOAD
-        assert moves == (self.ordinal >= 0), "only what moves has an ordinal"
 
 
 # ---- What a schedule moves together ----

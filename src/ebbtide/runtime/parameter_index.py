@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ class ParameterIndex:
         self.unsharded = UnshardedParameters(self._modules)
         self._pointers: set[int] = set()
         self._frozen_shapes: set[torch.Size] = set()
-        self._copying = _copying_nodes()
 
     def refresh(self, held: Iterable[torch.Tensor] = ()) -> None:
         """Read the modules again, because parameters may have been replaced, frozen or moved.
@@ -90,10 +89,9 @@ class ParameterIndex:
         node = tensor.grad_fn
         if node is None:
             return isinstance(tensor, nn.Parameter) or self._is_frozen_cast(tensor)
-        copying = self._copying
-        if type(node) not in copying:
+        if not _copies(type(node)):
             return False
-        while node is not None and type(node) in copying:
+        while node is not None and _copies(type(node)):
             node = node.next_functions[0][0]
         return isinstance(getattr(node, "variable", None), nn.Parameter)
 
@@ -120,39 +118,23 @@ def _add(pointers: set[int], tensor: torch.Tensor) -> None:
         pointers.update(addresses_of(tensor))
 
 
+_COPYING: Final = frozenset(
+    f"{name}Backward{number}"
+    for name, numbers in {
+        **dict.fromkeys(("Alias", "AsStrided", "Clone", "Conj", "Diagonal", "Expand"), "0"),
+        **dict.fromkeys(("Permute", "ReshapeAlias", "Select", "Slice", "Split"), "0"),
+        **dict.fromkeys(("SplitWithSizes", "T", "ToCopy", "Transpose", "Unbind"), "0"),
+        **dict.fromkeys(("UnsafeView", "Unsqueeze", "View", "ViewAsComplex", "ViewAsReal"), "0"),
+        "Squeeze": "012",
+    }.items()
+    for number in numbers
+)
+"""The nodes of autograd's graph whose output has the values of their first input."""
+
+
 @functools.cache
-def _copying_nodes() -> frozenset[type]:
-    """Return the types of the `grad_fn` nodes whose output has the values of their first input."""
-    matrix = torch.zeros(2, 2, requires_grad=True)
-    complex_matrix = torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)
-    operations: list[Callable[[], torch.Tensor]] = [
-        lambda: matrix.to(torch.float64),
-        lambda: matrix.clone(),
-        lambda: matrix.t(),
-        lambda: matrix.mT,
-        lambda: matrix.transpose(0, 1),
-        lambda: matrix.permute(1, 0),
-        lambda: matrix.view(4),
-        lambda: torch.ops.aten._unsafe_view(matrix, [4]),
-        lambda: torch.ops.aten._reshape_alias(matrix, [4], [1]),
-        lambda: torch.ops.aten.alias(matrix),
-        lambda: matrix.expand(2, 2, 2),
-        lambda: matrix[0],
-        lambda: matrix[:1],
-        lambda: matrix.unsqueeze(0),
-        lambda: matrix.squeeze(),
-        lambda: matrix.squeeze(0),
-        lambda: matrix.unbind()[0],
-        lambda: torch.split(matrix, 1)[0],
-        lambda: matrix.as_strided((2,), (1,)),
-        lambda: matrix.view_as(matrix),
-        lambda: torch.view_as_real(complex_matrix),
-        lambda: torch.view_as_complex(matrix),
-        lambda: complex_matrix.conj(),
-        lambda: complex_matrix.real,
-    ]
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        return frozenset(type(operation().grad_fn) for operation in operations)
+def _copies(node: type) -> bool:
+    return node.__name__ in _COPYING
 
 
 # ---- Recognises the unsharded parameters of modules that FSDP2's `fully_shard` was called for ----

@@ -268,8 +268,8 @@ class AccessLog:
 #
 # There is a record for everything that is copied: a storage that autograd saved, the weights of a
 # layer, a gradient. A storage that is kept or rebuilt has one too, so that the records tell all
-# of the memory. The table below defines the states completely; in debug runs `Record.check`
-# checks every record against it. Its second column names the device memory that the record itself
+# of the memory. The table below defines the states completely; tests/simulation checks every record
+# against it. Its second column names the device memory that the record itself
 # keeps alive.
 #
 # | state       | on the device                  | in the store | why
@@ -317,21 +317,6 @@ class State(IntEnum):
 
 ACTIVATION, WEIGHT, GRADIENT = "activations", "weights", "gradients"
 """The kinds of bytes that a record can hold, as traces and reports name them."""
-
-CONTENTS: dict[State, set[str]] = {
-    KEPT: set(),
-    PENDING: {"source"},
-    RETAINED: {"source", "slot"},
-    OFFLOADING: {"source", "slot"},
-    STUCK: {"source", "slot"},
-    STORED: {"slot"},
-    RELOADED: {"slot", "buffer"},
-    REBUILDABLE: set(),
-    REBUILT: {"buffer"},
-    DROPPED: set(),
-}
-"""The parts that a record has in each state. A dropped record may also have its source, until its
-copy has ended."""
 
 TRANSITIONS = {
     KEPT: {DROPPED},
@@ -417,20 +402,6 @@ class Record:
         """
         assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
         self.state = state
-
-    def check(self) -> None:
-        """Check the record against the table of states. This costs time, so only debug runs do it.
-
-        Raises:
-            AssertionError: the record has a part that its state forbids, or lacks one.
-        """
-        parts = {part for part in ("source", "slot", "buffer") if getattr(self, part) is not None}
-        if self.state is DROPPED:
-            parts.discard("source")
-        assert parts == CONTENTS[self.state], f"a {self.state.name} record has {parts}"
-        assert (self.ready is not None) == (self.buffer is not None), "a buffer without its event"
-        assert not self.expected or self.state is STORED, "expected, but not in the store"
-        assert not self.buffer_stays or self.state is RELOADED, "must stay, but was not reloaded"
 
     def is_copied(self) -> bool:
         """Whether the copy to the store is complete. It must have been queued."""

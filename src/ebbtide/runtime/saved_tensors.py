@@ -7,7 +7,6 @@ consist of others, and the places where ebbtide steps aside for other code's hoo
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -38,8 +37,6 @@ from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import (
     NestedTensor,
-    disable_hooks_by,
-    disabling_hooks,
     hooks_are_enabled,
     is_written_down,
     parts_of,
@@ -47,6 +44,7 @@ from ebbtide.runtime.torch_internals import (
     push_hooks,
     sequence_number,
     set_version,
+    tolerate_hooks,
     top_hooks,
     transform_level,
     without_function_subclasses,
@@ -210,19 +208,7 @@ def refuse_moving_weights() -> None:
 
 def let_others_disable() -> None:
     """See [Note: torch.func inside a forward]. Calling this again does nothing."""
-    disable = disabling_hooks()
-    if not hasattr(disable, "__wrapped__"):
-        disable_hooks_by(_tolerating_ours(disable))
-
-
-def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(disable)
-    def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
-        hooks = top_hooks()
-        ours = hooks is not None and (hooks[1] is restore or is_of_recomputed(hooks[0]))
-        disable(message, fail_if_non_empty and not ours)
-
-    return disable_hooks
+    tolerate_hooks(lambda pack, unpack: unpack is restore or is_of_recomputed(pack))
 
 
 def _warn_of_other_hooks(pack: Any, forward: object) -> None:

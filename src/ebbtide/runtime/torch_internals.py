@@ -61,14 +61,23 @@ hooks_are_enabled: Final[Any] = _AUTOGRAD._saved_tensors_hooks_is_enabled
 """Whether autograd calls hooks at all. `torch.func.grad` disables them."""
 
 
-def disabling_hooks() -> Callable[..., None]:
-    """Return the function by which torch disables saved-tensor hooks."""
-    return _AUTOGRAD._saved_tensors_hooks_disable  # type: ignore[no-any-return]
+def tolerate_hooks(are_harmless: Callable[[Any, Any], bool]) -> None:
+    """Have torch disable some hooks where it would raise because they are pushed.
 
+    Args:
+        are_harmless: whether a pair of hooks is to be disabled. Calling this again does nothing.
+    """
+    disable = _AUTOGRAD._saved_tensors_hooks_disable
+    if hasattr(disable, "__wrapped__"):
+        return
 
-def disable_hooks_by(disable: Callable[..., None]) -> None:
-    """Have torch disable saved-tensor hooks by another function from now on."""
-    _AUTOGRAD._saved_tensors_hooks_disable = disable
+    @functools.wraps(disable)
+    def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
+        hooks = top_hooks()
+        harmless = hooks is not None and are_harmless(*hooks)
+        disable(message, fail_if_non_empty and not harmless)
+
+    _AUTOGRAD._saved_tensors_hooks_disable = disable_hooks
 
 
 # ---- Tensors

@@ -56,10 +56,6 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
     `try`. So this class inherits `__enter__` and `__exit__` from the interpreter's own lock, which
     is written in C. Nothing relies on it being reentrant.
 
-    Args:
-        owner: the object that holds the gate. The gate refers to it weakly, to avoid a cycle.
-        tidy: called with the owner, and with the lock held, when the gate settles.
-
     Attributes:
         is_inherited: whether this process was forked from the one that made the gate. The gate is
             closed then: `with gate` raises `ForkedProcessError`.
@@ -67,13 +63,8 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
 
     is_inherited = False
 
-    def __new__(cls, *_: Any) -> Gate:
-        return super().__new__(cls)
-
-    def __init__(self, owner: object, tidy: Callable[[Any], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._owner = weakref.ref(owner)
-        self._tidy = tidy
         watch_forks(self)
 
     def note_fork(self) -> None:
@@ -84,31 +75,10 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
         """
         self.__class__ = _ClosedGate
 
-    def settle_if_free(self) -> None:
-        """Tidy up, unless the lock is taken. This never blocks."""
-        if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
-            return
-        try:
-            if self.acquire(blocking=False):
-                self._settle()
-        finally:
-            if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
-                self.release()
-
-    def settle(self) -> None:
-        """Wait for the lock and tidy up."""
-        with self:
-            self._settle()
-
-    def _settle(self) -> None:
-        owner = self._owner()
-        if owner is not None:  # None while the garbage collector frees owner and gate
-            self._tidy(owner)
-
 
 @final
 class _ClosedGate(Gate):  # type: ignore[misc, unused-ignore]
-    """What a gate becomes in a forked child. It cannot be taken, and nobody waits for it."""
+    """What a gate becomes in a forked child. It cannot be taken."""
 
     is_inherited = True
 
@@ -118,12 +88,6 @@ class _ClosedGate(Gate):  # type: ignore[misc, unused-ignore]
             "saved tensors are in a file and in threads that only that process has; run a "
             "forward and its backward in the same process"
         )
-
-    def settle_if_free(self) -> None:
-        """Do nothing: the work is the parent's."""
-
-    def settle(self) -> None:
-        """Do nothing: the work is the parent's."""
 
 
 # ---- Copies down: device memory is held here until a lower tier has its bytes ----
@@ -585,7 +549,7 @@ class Transfers:
     ) -> None:
         self.device = device
         self.store = store
-        self.gate = Gate(self, Transfers._tidy)
+        self.gate = Gate()
         self.account = Account(device, traced=traced)
         self.offloads = Offloads(store, self.account, bound_bytes)
         self.reloads = Reloads(device, store, self.account, bound_bytes)
@@ -694,11 +658,21 @@ class Transfers:
 
     def settle(self) -> None:
         """Note which saved tensors have died, and free what finished copies no longer need."""
-        self.gate.settle()
+        if not self.gate.is_inherited:  # else the work is the parent's
+            with self.gate:
+                self._tidy()
 
     def poll(self) -> None:
-        """Settle unless another thread holds the lock. This never blocks."""
-        self.gate.settle_if_free()
+        """Settle unless the lock is taken. This never blocks."""
+        gate: Any = self.gate
+        if gate.is_inherited or gate._is_owned():
+            return
+        try:
+            if gate.acquire(blocking=False):
+                self._tidy()
+        finally:
+            if gate._is_owned():
+                gate.release()
 
     def close(self) -> None:
         """Close the store as soon as no graph needs it any more."""
