@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
+from ebbtide.devices.process import call_weakly
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import (
     KEEP,
@@ -311,7 +312,7 @@ class Activations:
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
         self.wanted_again: set[tuple[int | None, int]] = set()
-        transfers.before_tidying(self.note_deaths)
+        transfers.tidiers.append(call_weakly(self.note_deaths))
 
     # ---- forward ------------------------------------------------------------------------------
 

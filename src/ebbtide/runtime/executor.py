@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ebbtide.devices.device import Layer
+from ebbtide.devices.process import call_weakly
 from ebbtide.errors import ScheduleError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.events import Subject
@@ -82,7 +83,7 @@ class ScheduleExecutor:
         }
         self._warned = False
         activations.scopes.prefetches = False
-        self._transfers.extend_steps(self._step_has_more)
+        self._transfers.has_more = call_weakly(self._step_has_more)
 
     # ---- called from outside, without the lock ------------------------------------------------
 

@@ -142,6 +142,9 @@ def _copies(node: type) -> bool:
 Place = tuple[weakref.ref[nn.Module], str]
 """A module and the name of one of its parameters."""
 
+_Group = tuple[list[Place], list[Place], list[nn.Parameter | None]]
+"""The places of what a sharded module gathers, those watched, and the parameters seen in these."""
+
 
 @final
 class UnshardedParameters:
@@ -162,7 +165,7 @@ class UnshardedParameters:
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules
-        self._groups: dict[weakref.ref[nn.Module], _Group] = {}
+        self._groups: dict[weakref.ref[nn.Module], _Group] = {}  # by the sharded module
         self._flat: list[nn.Parameter] = []  # FSDP1's
         self._storages: set[int] = set()
         self.is_sharded = False
@@ -178,55 +181,39 @@ class UnshardedParameters:
         self._storages = set()
         known, self._groups = self._groups, {}
         for module in sharded:
-            places = list(_own_places(module, sharded))
-            reference = weakref.ref(module)
-            group = known.get(reference)
-            if group is None or group.places != places:
-                group = _Group(places)
-            group.read(self._storages)
-            self._groups[reference] = group
+            places, reference = list(_own_places(module, sharded)), weakref.ref(module)
+            before, watched, _ = known.get(reference, ([], [], []))
+            self._read(reference, places, watched if before == places else places)
+
+    def _read(
+        self, module: weakref.ref[nn.Module], places: list[Place], watched: list[Place]
+    ) -> None:
+        """Note the storages of the parameters that a sharded module has now.
+
+        FSDP2 exchanges all of them together, except those that the user told it to ignore. Once one
+        of them was seen to be exchanged, it is enough to watch that one.
+
+        Args:
+            module: the module.
+            places: the places of its parameters.
+            watched: those of them that tell of an exchange.
+        """
+        for parameter in map(_parameter_at, places):
+            if parameter is not None:
+                self._storages.update(p.untyped_storage()._cdata for p in parts_of(parameter))
+        self._groups[module] = places, watched, [*map(_parameter_at, watched)]
 
     def own(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to a parameter of a sharded module, gathered or not."""
-        for group in self._groups.values():
-            if group.is_exchanged():
-                group.read(self._storages)
+        for module, (places, watched, seen) in list(self._groups.items()):
+            for place, parameter in zip(watched, seen, strict=True):
+                if _parameter_at(place) is not parameter:
+                    self._read(module, places, [place])
+                    break
         address = storage._cdata
         if address in self._storages:
             return True
         return any(flat.untyped_storage()._cdata == address for flat in self._flat)
-
-
-@final
-class _Group:
-    """The parameters that one sharded module gathers.
-
-    FSDP2 exchanges all of them together, except those that the user told it to ignore. Once one of
-    them was seen to be exchanged, it is enough to watch that one.
-    """
-
-    __slots__ = ("_seen", "_watched", "places")
-
-    def __init__(self, places: list[Place]) -> None:
-        self.places = places
-        self._watched = places
-        self._seen: list[nn.Parameter | None] = []
-
-    def read(self, storages: set[int]) -> None:
-        """Add the storages of the present parameters to a set."""
-        for place in self.places:
-            parameter = _parameter_at(place)
-            if parameter is not None:
-                storages.update(p.untyped_storage()._cdata for p in parts_of(parameter))
-        self._seen = [_parameter_at(place) for place in self._watched]
-
-    def is_exchanged(self) -> bool:
-        """Whether FSDP2 has exchanged the parameters since they were read."""
-        for place, seen in zip(self._watched, self._seen, strict=True):
-            if _parameter_at(place) is not seen:
-                self._watched = [place]
-                return True
-        return False
 
 
 def _parameter_at(place: Place) -> nn.Parameter | None:

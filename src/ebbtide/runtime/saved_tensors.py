@@ -243,6 +243,7 @@ class SavedTensorHooks:
 
     Attributes:
         plain_types: types of tensors that are packed as plain tensors.
+        device: the device that the model computes on.
     """
 
     # Long: what runs for every saved tensor is in one place, and calls as little as it can.
@@ -260,9 +261,9 @@ class SavedTensorHooks:
         self._parameters = parameters
         self._unsharded = parameters.unsharded
         self._account = activations.transfers.account
-        self._device = activations.transfers.device.torch_device
+        self.device = activations.transfers.device.torch_device
         self._min_bytes = placement.min_bytes
-        self._finds_settings = self._device.type == "cpu"
+        self._finds_settings = self.device.type == "cpu"
         self._scopes = activations.scopes
         self._running = activations.scopes.running
         self._has_said_why_kept = self._has_looked = False
@@ -391,7 +392,7 @@ class SavedTensorHooks:
         """
         if (
             type(tensor) not in self.plain_types
-            or tensor.device != self._device
+            or tensor.device != self.device
             or tensor.layout is not torch.strided
         ):
             return self._pack_unusual(tensor)
@@ -437,11 +438,6 @@ class SavedTensorHooks:
         except BaseException as error:
             self._activations.transfers.note_error(error)
             raise
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model computes on."""
-        return self._device
 
     @property
     def log(self) -> ForwardLog:
@@ -491,7 +487,7 @@ class SavedTensorHooks:
             whole = part if part._base is None else part._base
             if self._is_parameter(part, whole, storage.data_ptr()):
                 meter.parameter_bytes += size_bytes
-            elif pointer and part.device == self._device and whole.data_ptr() not in small:
+            elif pointer and part.device == self.device and whole.data_ptr() not in small:
                 yield storage, self._activations.find(storage._cdata, part._version)
 
     def _is_parameter(self, tensor: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
@@ -571,7 +567,7 @@ class SavedTensorHooks:
             # From hooks, torch itself gives backward no tensors of other classes.
             with without_function_subclasses():
                 return self.pack(tensor.as_subclass(torch.Tensor))
-        if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
+        if tensor.device == self.device and hasattr(tensor, "__tensor_flatten__"):
             if not self._parameters.owns_outer(tensor):
                 return CompositeTensor(tensor, self.pack)  # its inner tensors count
             size_bytes = sum(part.nbytes for part in parts_of(tensor))
@@ -580,7 +576,7 @@ class SavedTensorHooks:
             meter.saved_bytes += size_bytes
             meter.parameter_bytes += size_bytes
             return pass_through(tensor)
-        if tensor.device == self._device and is_quantized(tensor):
+        if tensor.device == self.device and is_quantized(tensor):
             return QuantizedTensor(tensor, self.pack)  # so do these
         meter = self._account.meter
         meter.num_saved += 1

@@ -10,7 +10,6 @@ import _thread
 import contextlib
 import functools
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -25,7 +24,7 @@ from ebbtide.devices.device import (
     is_profiling,
     raise_again,
 )
-from ebbtide.devices.process import call_weakly, watch_forks
+from ebbtide.devices.process import watch_forks
 from ebbtide.errors import EbbtideError, ForkedProcessError, StoreFullError
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.record import (
@@ -529,6 +528,9 @@ class Transfers:
         offloads: copies from the device to the store.
         reloads: copies from the store to the device.
         live: number of saved tensors that graphs hold.
+        has_more: whether a step goes on even while no graph is alive; called with the lock held.
+        tidiers: called, with the lock held, before anything is tidied up. These must not keep their
+            objects alive, and neither must `has_more`.
         windows: what bounds the bytes in flight pass by pass; None if nothing does.
         running: number of forwards that run now, and of backwards that reload weights now.
         closed: whether the store has been closed.
@@ -558,8 +560,8 @@ class Transfers:
         self._scaled_bytes = 0
         self.live = 0
         self.running = 0
-        self._has_more: Callable[[], Callable[[], bool] | None] = lambda: None
-        self._note_deaths: list[Callable[[], None]] = []
+        self.has_more: Callable[[], bool] = lambda: False
+        self.tidiers: list[Callable[[], None]] = []
         self._closing = False
         self.closed = self.is_broken = False
 
@@ -596,23 +598,6 @@ class Transfers:
     def _bound(self, bound_bytes: int) -> None:
         self.offloads.bound_bytes = bound_bytes
         self.reloads.bound(bound_bytes)
-
-    def extend_steps(self, has_more: Callable[[], bool]) -> None:
-        """Keep a step open, even while no graph is alive, as long as a method returns True.
-
-        Args:
-            has_more: bound method, called with the lock held. It is referred to weakly, so it does
-                not keep its object alive.
-        """
-        self._has_more = weakref.WeakMethod(has_more)
-
-    def before_tidying(self, note_deaths: Callable[[], None]) -> None:
-        """Have a method called, with the lock held, before anything is tidied up.
-
-        Args:
-            note_deaths: bound method, which is referred to weakly.
-        """
-        self._note_deaths.append(call_weakly(note_deaths))
 
     def __enter__(self) -> None:
         """Begin a block of which an error is noted; see [Note: interrupts]."""
@@ -693,8 +678,7 @@ class Transfers:
         """
         if (self.live and not with_graphs) or self.running or not self.account.meter.num_saved:
             return False
-        has_more = self._has_more()
-        if has_more is not None and has_more():
+        if self.has_more():
             return False
         self._finish_step()
         return True
@@ -712,8 +696,8 @@ class Transfers:
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""
         with self:
-            for note_deaths in self._note_deaths:
-                note_deaths()
+            for tidy in self.tidiers:
+                tidy()
             if self.offloads.queue:
                 self.offloads.retire_finished()
             if self.reloads.abandoned:

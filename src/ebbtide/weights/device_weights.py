@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
-from ebbtide.devices.process import watch_forks
+from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.handles import AbstractAway, Deaths, Saved, empty_tensors
 from ebbtide.runtime.record import STORED, AccessLog
@@ -254,7 +254,7 @@ class DeviceWeights(AbstractWeights):
         self._alone = 0  # the result of `count_storage_users` for an unused buffer
         self._log = AccessLog()  # uses of groups since the forward began
         self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
-        transfers.before_tidying(self.note_deaths)
+        transfers.tidiers.append(call_weakly(self.note_deaths))
 
     # ---- forward ------------------------------------------------------------------------------
 
