@@ -736,20 +736,24 @@ class Activations:
 
     def note_deaths(self) -> None:
         """Note which saved tensors have died. Called with the lock held; see [Note: deaths]."""
-        while (held := self.deaths.take()) is not None:
+        died, awaited = self._died, self.deaths.awaited
+        while died:
+            held = awaited.pop(died.popleft(), None)
             if type(held) is StorageRecord:
                 self.transfers.live -= 1
                 held.handles -= 1
-                held.unread = min(held.unread, held.handles)
+                if held.unread > held.handles:
+                    held.unread = held.handles
                 if not held.handles:
                     self._drop(held)
                 elif held.is_read():
                     self._reloads.release(held)
-            elif type(held) is not dict:
+            elif type(held) is dict:
+                if held:  # the small tensors of a forward
+                    self.transfers.live -= 1
+                    self._account.take_kept(-sum(held.values()))
+            elif held is not None:
                 held.note_death()  # a call of a recomputed layer
-            elif held:  # the small tensors of a forward
-                self.transfers.live -= 1
-                self._account.take_kept(-sum(held.values()))
 
     def _drop(self, record: StorageRecord) -> None:
         """Forget a record that no saved tensor needs any more."""

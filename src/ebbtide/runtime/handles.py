@@ -131,25 +131,19 @@ class Deaths:
 
     Attributes:
         queue: references to objects that have died and have not been noted yet.
-        awaited: what each object holds. If only the object referred to its reference, the garbage
-            collector would free both without a word, as with the frames of an exception.
+        awaited: what each object holds; nothing if an interrupt came before it was noted. If only
+            the object referred to its reference, the garbage collector would free both without a
+            word, as with the frames of an exception.
     """
 
     def __init__(self) -> None:
         self.queue: deque[weakref.ref[Any]] = deque()
         self.awaited: dict[weakref.ref[Any], Any] = {}
+        self._append = self.queue.append
 
     def expect(self, owner: object, holds: object) -> None:
-        """Have `take` return what an object holds, once that object has died."""
-        self.awaited[weakref.ref(owner, self.queue.append)] = holds
-
-    def take(self) -> Any:
-        """Return what one of the dead objects held, and forget it; None if there is none."""
-        while self.queue:
-            holds = self.awaited.pop(self.queue.popleft(), None)
-            if holds is not None:  # it is None if an interrupt came before it was noted
-                return holds
-        return None
+        """Note what an object holds, to be taken from `awaited` once that object has died."""
+        self.awaited[weakref.ref(owner, self._append)] = holds
 
 
 @final

@@ -87,7 +87,7 @@ class RecordedTensor(AbstractAway):
         try:
             if record.decision is OFFLOAD:
                 flat = activations.bring_back(record)
-                if record.view_size is None and not record.is_packed:
+                if record.form is None:
                     return self._tensor_in(flat.untyped_storage())
                 return self._tensor_of(flat)
             if record.call is None:

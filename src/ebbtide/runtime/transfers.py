@@ -410,8 +410,9 @@ class Reloads:
         """Note that an activation's buffer is read. It is freed with one read for each handle."""
         if record.unread == record.handles and self._own_bytes:
             self._own_bytes = max(0, self._own_bytes - record.size_bytes)
-        record.unread = max(0, record.unread - 1)
-        if record.is_read():
+        if record.unread:
+            record.unread -= 1
+        if not record.unread and not record.buffer_stays:
             self.release(record)
 
     def make_room(self, size_bytes: int) -> None:
