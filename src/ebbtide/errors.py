@@ -62,11 +62,11 @@ class ForkedProcessError(EbbtideError, RuntimeError):
 # Every warning of ebbtide goes through `warn_user`. The test of `docs/guides/messages.md` finds the
 # calls of it, so that the page lists every warning and what to do about it.
 
-_NOT_THE_USERS = frozenset({"ebbtide", "torch"})
+_NOT_THE_USERS = frozenset({"contextlib", "ebbtide", "torch"})
 
 
 def warn_user(cause: str, message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn about the line of the innermost code that is neither torch's nor ebbtide's.
+    """Warn about the line of the innermost code that is not torch's, ebbtide's or `contextlib`.
 
     The caller sees to it that it warns once for each model.
 

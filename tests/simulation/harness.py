@@ -30,7 +30,7 @@ from ebbtide.runtime.recompute import (
     Recomputing,
     recompute_later,
 )
-from ebbtide.runtime.record import State
+from ebbtide.runtime.record import Record, State
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications, Verified
@@ -52,21 +52,26 @@ CONTENTS = {
     State.RELOADED: {"slot", "buffer"},
     State.REBUILDABLE: set[str](),
     State.REBUILT: {"buffer"},
+    State.DROPPED: set[str](),
 }
 """The parts that a record has in each state, by the table in `ebbtide.runtime.record`."""
 
 
-def check_record(record: StorageRecord) -> None:
-    """Hold a record that graphs hold to the table of states."""
+def check_record(record: Record) -> None:
+    """Hold a record to the table of states."""
     state = record.state
     parts = {part for part in ("source", "slot", "buffer") if getattr(record, part) is not None}
+    if state is State.DROPPED:
+        parts.discard("source")  # it may be there until its copy has ended
     assert parts == CONTENTS[state], f"a {state.name} record has {parts}"
     assert (record.ready is not None) == (record.buffer is not None), "a buffer without its event"
     assert not record.expected or state is State.STORED, "expected, but not in the store"
     assert not record.buffer_stays or state is State.RELOADED, "must stay, but was not reloaded"
+    if not isinstance(record, StorageRecord):
+        return
     rebuilds = state in (State.REBUILDABLE, State.REBUILT)
     assert rebuilds == (record.call is not None), f"{state.name} with call {record.call}"
-    assert record.handles > 0, "a record without a handle"
+    assert state is State.DROPPED or record.handles > 0, "a record without a handle"
     assert 0 <= record.unread <= record.handles, "more readers than handles"
     assert (record.decision is OFFLOAD) == (record.ordinal >= 0), "only what moves has an ordinal"
 

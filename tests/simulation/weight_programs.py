@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide.devices import SimulatedDevice
 from ebbtide.weights.hooks import AbstractWeights
-from harness import drain_autograd, make_store, without_collector
+from harness import check_record, drain_autograd, make_store, without_collector
 from loops import on_device
 from programs import FailInBackward, InterruptedStepError, any_order
 
@@ -163,7 +163,7 @@ def _check(seed: int, kind: str) -> Counter[str]:
             training.step(number)
         drain_autograd()
         for record in (*weights.groups, *handle._engine.transfers.offloads.queue):
-            record.check()
+            check_record(record)
         expected, got = (training.state() for training in trainings)
         assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
         for name, value in got.items():

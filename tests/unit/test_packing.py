@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.runtime.handles import is_whole_mask, pack, restore, unpack
+from ebbtide.runtime.handles import is_mask, pack, restore, unpack
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=256)
 
@@ -21,7 +21,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def round_trip(tensor: Tensor) -> int:
     """Packs and unpacks all of a tensor's storage; returns the packed size in bytes."""
-    assert is_whole_mask(tensor, tensor.untyped_storage())
+    assert is_mask(tensor)
     flat = bytes_of(tensor)
     packed = pack(flat)
     assert packed.dtype is torch.uint8

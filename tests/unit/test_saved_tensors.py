@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide import ActivationPolicy, SavedTensorModifiedError
 from ebbtide.devices import CpuDevice
+from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.stores import DiskStore, PinnedStore
 from engine_bench import EngineBench
 from waiting import wait_until
@@ -433,3 +434,45 @@ def test_no_hooks_where_autograd_does_not_record() -> None:
         inner(torch.randn(64, 64))
         assert seen[2] is not None
     assert handle.stats.num_saved > 0
+
+
+VIEWS_AND_COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda w: w.to(torch.float64),
+    "clone": lambda w: w.clone(),
+    "t": lambda w: w.t(),
+    "mT": lambda w: w.mT,
+    "transpose": lambda w: w.transpose(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "view": lambda w: w.view(4),
+    "reshape": lambda w: w.t().reshape(4),
+    "view_as": lambda w: w.view_as(w),
+    "_unsafe_view": lambda w: torch.ops.aten._unsafe_view(w, [4]),
+    "_reshape_alias": lambda w: torch.ops.aten._reshape_alias(w, [4], [1]),
+    "alias": lambda w: torch.ops.aten.alias(w),
+    "expand": lambda w: w.expand(2, 2, 2),
+    "select": lambda w: w[0],
+    "slice": lambda w: w[:1],
+    "unsqueeze": lambda w: w.unsqueeze(0),
+    "squeeze": lambda w: w.squeeze(),
+    "squeeze of one": lambda w: w.squeeze(0),
+    "squeeze of some": lambda w: w.squeeze((0, 1)),
+    "unbind": lambda w: w.unbind()[0],
+    "split": lambda w: torch.split(w, 1)[0],
+    "split with sizes": lambda w: torch.split(w, [1, 1])[0],
+    "diagonal": lambda w: w.diagonal(),
+    "as_strided": lambda w: w.as_strided((2,), (1,)),
+    "view_as_complex": lambda w: torch.view_as_complex(w),
+    "real": lambda w: torch.view_as_complex(w).real,
+    "conj": lambda w: torch.view_as_complex(w).conj(),
+    "as autocast": lambda w: w.to(torch.bfloat16).t(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS_AND_COPIES)
+def test_views_and_copies_of_a_parameter_are_no_activations(name: str) -> None:
+    """By the names of nodes, which each version of torch must give these operations."""
+    layer = nn.Linear(2, 2)
+    index = ParameterIndex([layer])
+    index.refresh()
+    assert index.owns(VIEWS_AND_COPIES[name](layer.weight), 0)
+    assert not index.owns(VIEWS_AND_COPIES[name](layer.weight * 2), 0)

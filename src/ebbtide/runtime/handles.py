@@ -47,11 +47,10 @@ from ebbtide.schedule import Pass, Unit, Verb
 _BITS = 8
 
 
-def is_whole_mask(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the whole storage of a tensor consists of the bytes of a mask."""
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor is a mask, and not bytes of other values that are seen as one."""
     whole = tensor if tensor._base is None else tensor._base
-    is_mask = tensor.dtype is torch.bool and whole.dtype is torch.bool
-    return is_mask and whole.nbytes == storage.nbytes()
+    return tensor.dtype is torch.bool and whole.dtype is torch.bool
 
 
 def bytes_of(storage: torch.UntypedStorage, no_bytes: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from ebbtide.runtime.handles import (
     AbstractSaved,
     Saved,
     StorageRecord,
+    is_mask,
     is_of_checkpoint,
     is_of_recomputed,
-    is_whole_mask,
     pass_through,
     raise_modified,
     restore,
@@ -540,8 +540,7 @@ class SavedTensorHooks:
             view = _find_view(tensor, storage)
         if view is not None:
             return tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
-        packs = self._placement.packs and is_whole_mask(tensor, storage)
-        return torch.bool if packs else None
+        return torch.bool if self._placement.packs and is_mask(tensor) else None
 
     def _may_share(self, record: StorageRecord, tensor: torch.Tensor, scope: Scope) -> bool:
         """Whether a record of a tensor's storage has the bytes that the tensor has now."""
