@@ -476,3 +476,26 @@ def test_views_and_copies_of_a_parameter_are_no_activations(name: str) -> None:
     index.refresh()
     assert index.owns(VIEWS_AND_COPIES[name](layer.weight), 0)
     assert not index.owns(VIEWS_AND_COPIES[name](layer.weight * 2), 0)
+
+
+class Squared(nn.Module):
+    """Saves a tensor three times: twice by a product with itself, once by its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x * self.weight)
+        return x * x
+
+
+def test_what_is_saved_several_times_is_reloaded_once() -> None:
+    model = Squared()
+    policy = ActivationPolicy(min_bytes=1, rebuild=False)
+    with ebbtide.offload(model, activations=policy) as handle:
+        for _ in range(2):
+            model(torch.randn(64, 64)).sum().backward()
+        assert handle.stats.offloaded_bytes == 2 * 64 * 64 * 4
+        # What has not left yet when backward reads it is not reloaded.
+        assert handle.stats.reloaded_bytes <= handle.stats.offloaded_bytes
