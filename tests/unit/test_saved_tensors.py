@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide import ActivationPolicy, SavedTensorModifiedError
 from ebbtide.devices import CpuDevice
-from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.stores import DiskStore, PinnedStore
-from engine_bench import EngineBench
+from engine_bench import EngineBench, ParameterIndex
 from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
