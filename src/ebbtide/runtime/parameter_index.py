@@ -327,7 +327,7 @@ class RestingWeights(Protocol):
         """Surround a forward of a module whose hooks torch does not call."""
 
     def versions_of(self, module: nn.Module) -> Hashable:
-        """Return the versions of the host values of the weights that a module is called with."""
+        """Return what changes with the values of the weights that a module is called with."""
 
     def rests(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the host value of a weight, with which nothing computes."""

@@ -392,10 +392,10 @@ class AbstractWeights(ABC):
         return not self._device.computes_on_host and tensor in self
 
     def versions_of(self, module: nn.Module) -> Hashable:
-        """Return the versions of the host values of the weights that a module is called with."""
+        """Return what changes with the values of the weights that a module is called with."""
         inside = {id(each) for each in modules_of(module)}
         used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
-        return tuple(each.parameter._version for group in used for each in group.members)
+        return tuple(each.mark() for group in used for each in group.members)
 
     def _adopt(
         self,
