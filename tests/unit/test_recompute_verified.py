@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import random
 import threading
 import types
@@ -1000,3 +1001,24 @@ def test_a_graph_whose_backward_two_threads_share() -> None:
         return value
 
     recomputed(build(Dropout), backward=backward)
+
+
+class _Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _ = self.linear(x) * self.linear.bias  # saves what no operation has made, then what one has
+        raise ValueError("a forward that goes wrong")
+
+
+def test_a_forward_that_raises_leaves_nothing() -> None:
+    model = nn.Sequential(_Raises())
+    policy = ActivationPolicy(min_bytes=1, mode="recompute")
+    with ebbtide.offload(model, activations=policy, layers=list(model)) as handle:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="goes wrong"):
+                model(torch.randn(4, 8))
+        gc.collect()  # graphs that hold themselves are not found
+        assert handle.inspect().in_flight.is_idle

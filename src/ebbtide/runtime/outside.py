@@ -197,17 +197,13 @@ class Content:
         while rest:
             place = rest.pop()
             content = place.read()
-            if isinstance(place.holder, tuple):
-                self._constant += content
-            else:
-                self._held.append((place, content))
             pairs = content.items() if isinstance(content, dict) else enumerate(content)
             for name, value in [*pairs]:
                 if type(value) in _PLAIN:
                     continue
                 if isinstance(value, Tensor):
-                    if lasting and value.grad_fn is not None and not isinstance(content, set):
-                        value = content[name] = without_graph(value)
+                    if lasting and value.grad_fn is not None:
+                        value = _exchange(content, name, value)
                     self.tensors.append(value)
                 elif id(value) not in known:
                     known.add(id(value))
@@ -218,6 +214,10 @@ class Content:
                         self._states.append((*state, state[0]()))
                     elif hasattr(type(value), "__next__"):
                         self.iterator = str(name)
+            if isinstance(place.holder, tuple):
+                self._constant += content
+            else:
+                self._held.append((place, content))
 
     def values(self) -> Iterator[Any]:
         """Yield all values that were found."""
@@ -249,6 +249,17 @@ class Content:
             place.write(content, now)
         for _, write, state in self._states:
             write(state)
+
+
+def _exchange(content: Any, name: Any, tensor: Tensor) -> Tensor:
+    """Have a tensor without a graph take the place of one in a list, a dict or a set."""
+    plain = without_graph(tensor)
+    if isinstance(content, set):
+        content.remove(tensor)
+        content.add(plain)
+    else:
+        content[name] = plain
+    return plain
 
 
 def without_graph(tensor: Tensor) -> Tensor:

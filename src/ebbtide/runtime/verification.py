@@ -144,7 +144,9 @@ class SavedInOrder(ABC):
             self._take(place, tensor)
         else:
             self._operation = sequence_number()
-            self._waiting.append((place, tensor))
+            # Without its graph, which holds this: a forward that raises leaves tensors waiting.
+            plain = tensor if tensor.grad_fn is None else tensor.detach()
+            self._waiting.append((place, plain))
         return tensor.detach()
 
     def finish(self) -> None:

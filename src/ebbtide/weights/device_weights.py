@@ -444,6 +444,8 @@ class DeviceWeights(AbstractWeights):
 
     def _forget(self) -> None:
         """Forget the device parameters of a forward or a backward that ends; see `_take_back`."""
+        if self._transfers.is_broken:
+            return  # it ends by an interrupt, which may have come into this: see `start_anew`
         self._keep_changes()
         self._take_back([each for each, group in self._given.items() if not group.open])
         while self._linked:
