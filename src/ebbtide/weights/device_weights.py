@@ -432,10 +432,10 @@ class DeviceWeights(AbstractWeights):
         taken = []
         for member in members:
             assert member.device is not None
+            del self._given[member]  # first, so that an interrupt leaves none there without one
             memory = StorageWeakRef(member.device.untyped_storage())  # type: ignore[no-untyped-call]
             taken.append((member.name, memory, member.let_go()))
             self._linked.append(member)
-            del self._given[member]
         for name, memory, device in taken:
             group = self._at.get(memory.cdata)
             buffer = None if group is None else group.buffer
@@ -444,8 +444,6 @@ class DeviceWeights(AbstractWeights):
 
     def _forget(self) -> None:
         """Forget the device parameters of a forward or a backward that ends; see `_take_back`."""
-        if self._transfers.is_broken:
-            return  # it ends by an interrupt, which may have come into this: see `start_anew`
         self._keep_changes()
         self._take_back([each for each, group in self._given.items() if not group.open])
         while self._linked:
@@ -733,6 +731,7 @@ class DeviceWeights(AbstractWeights):
             if member.is_changed():
                 member.keep_change(None)
             member.put_back()
+            self._given.pop(member, None)
             member.device = member.link = None
         handles = Counter(group for group, _ in self._deaths.awaited.values())
         for group in self.groups:
