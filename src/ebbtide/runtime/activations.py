@@ -89,12 +89,12 @@ class Scope:
         if known is not None:
             if known.layer is self.layer and self.layer is not None:
                 return known.number
+            place = self.place
             if known.numbers is None:
                 known.numbers = {}
-            number = known.numbers.get(self.place)
-            if number is not None:
+            number = known.numbers.setdefault(place, self.count)
+            if number != self.count:
                 return number
-            known.numbers[self.place] = self.count
         self.count += 1
         return self.count - 1
 
