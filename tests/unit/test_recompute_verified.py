@@ -560,7 +560,7 @@ class Numbers:
     """An iterator, which nothing can set back."""
 
     def __init__(self) -> None:
-        self._held = Calls([0])
+        self._held = Calls(0)
 
     @property
     def number(self) -> int:

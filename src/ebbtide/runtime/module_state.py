@@ -403,8 +403,8 @@ class ModuleState:
             for now, then in zip(structure, self._structure, strict=True)
         ):
             return "parameters, submodules or hooks"
-        iterator = self._content.iterator
-        return f"an iterator ({iterator})" if iterator else ""
+        elusive = self._content.elusive
+        return f"{elusive}, which nothing puts back" if elusive else ""
 
     def _name_of(self, tensor: Tensor) -> str:
         for prefix, module in self._module.named_modules():

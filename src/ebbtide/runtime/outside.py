@@ -9,16 +9,20 @@ defaults of arguments. Whatever holds such values is a `Place`.
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import functools
 import itertools
 import operator
+import queue
 import random
 import sys
+import threading
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -35,6 +39,15 @@ _IMPLICIT: Final = ("__call__", "__next__", "__iter__", "__getitem__", "__enter_
 
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS: Final = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set, tuple})
+_OBJECTS_OF_LIBRARIES: Final = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    UserDict,
+    UserList,
+    queue.Queue,
+)
+"""Classes whose objects hold what the program puts there."""
+_ELUSIVE: Final = threading.local, ContextVar
 _STATELESS: Final = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property)
 _NOT_NOTED: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """The attributes in which modules hold parameters, buffers, submodules and hooks, and the one that
@@ -48,9 +61,9 @@ class Place(NamedTuple):
     """Something that holds values.
 
     Attributes:
-        holder: a module, a class, a dict, a list, a deque, a set, a tuple, or the cell of a
-            variable of a function around another one.
-        names: the names of the values that count, in a class or a dict; None: all of them.
+        holder: a module, a class, a dict, a list, a deque, a set, a tuple, an object with slots, or
+            the cell of a variable of a function around another one.
+        names: the names of the values that count, in a class, a dict or slots; None: all of them.
     """
 
     holder: Any
@@ -70,12 +83,17 @@ class Place(NamedTuple):
                 return [holder.cell_contents]
             except ValueError:  # not assigned
                 return []
-        if isinstance(holder, set):
-            return holder.copy()
-        held = vars(holder) if isinstance(holder, type) else holder
-        if not isinstance(held, dict | types.MappingProxyType):
-            return [*held]
-        return dict(held) if names is None else {name: held[name] for name in held.keys() & names}
+        kind = _container_of(holder)
+        if kind is not None and not issubclass(kind, dict):
+            values = kind.__iter__(holder)  # what the program's own class may do otherwise
+            return {*values} if kind is set else [*values]
+        if kind is not None:
+            held: Any = dict(kind.items(holder))
+        elif isinstance(holder, type):
+            held = vars(holder)
+        else:
+            return {name: getattr(holder, name) for name in names or () if hasattr(holder, name)}
+        return held if names is None else {name: held[name] for name in held.keys() & names}
 
     def write(self, content: Any, now: Any = None) -> None:
         """Have it hold again what `read` has returned.
@@ -94,31 +112,38 @@ class Place(NamedTuple):
                 del holder.cell_contents
         elif isinstance(holder, nn.Module) or self.names is not None:
             self._write_names(now, content)
-        elif isinstance(holder, list):
-            holder[:] = content
         else:
-            holder.clear()
-            if isinstance(holder, dict):
+            kind: Any = _container_of(holder)
+            kind.clear(holder)
+            if issubclass(kind, dict):
                 for key, value in content.items():  # `update` of a Counter adds
-                    holder[key] = value
+                    kind.__setitem__(holder, key, value)
             else:
-                (holder.extend if isinstance(holder, deque) else holder.update)(content)
+                (kind.update if kind is set else kind.extend)(holder, content)
 
     def _write_names(self, now: dict[str, Any], content: dict[str, Any]) -> None:
         holder = self.holder
         held = vars(holder) if isinstance(holder, nn.Module) else holder
         for name in now.keys() - content.keys():
-            if isinstance(holder, type):
-                delattr(holder, name)
-            else:
+            if isinstance(held, dict):
                 del held[name]
+            else:
+                delattr(holder, name)
         for name, value in content.items():
             if name in now and now[name] is value:
                 continue
-            if isinstance(holder, type):
-                setattr(holder, name, value)
-            else:
+            if isinstance(held, dict):
                 held[name] = value
+            else:
+                setattr(holder, name, value)
+
+
+def _container_of(value: Any) -> Any:
+    """Return the built-in class of a list, a set, a dict and so on; None for other values."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return kind
+    return next((each for each in kind.__mro__ if each in _CONTAINERS), None)
 
 
 def _holds(now: Any, content: Any) -> bool:
@@ -133,35 +158,49 @@ def _holds(now: Any, content: Any) -> bool:
     return all(map(operator.is_, now, content))
 
 
-def _place_in(value: Any, names: Set[str]) -> Place | None:
-    """Return the place that a value is; None if it is none.
+def _places_in(value: Any, names: Set[str]) -> Iterator[Place]:
+    """Yield the places that a value consists of.
 
     Args:
         value: the value.
         names: the names of attributes that count.
     """
-    if type(value) in _CONTAINERS or isinstance(value, tuple):
-        return Place(value) if len(value) <= _MOST_ENTRIES else None
-    if isinstance(value, functools.partial):
-        return Place((value.func, value.args, value.keywords))
-    if isinstance(value, types.MethodType):
-        return Place((value.__self__, value.__func__))
-    if isinstance(value, staticmethod | classmethod):
-        return Place((value.__func__,))
-    if isinstance(value, property):
-        return Place((value.fget,))
-    return Place(vars(value), names) if _is_object(value) else None
+    kind: Any = type(value)
+    if _container_of(value) is not None and len(value) <= _MOST_ENTRIES:
+        yield Place(value)
+    if issubclass(kind, functools.partial):
+        yield Place((value.func, value.args, value.keywords))
+    elif kind is types.MethodType:
+        yield Place((value.__self__, value.__func__))
+    elif issubclass(kind, staticmethod | classmethod):
+        yield Place((value.__func__,))
+    elif issubclass(kind, property):
+        yield Place((value.fget,))
+    elif issubclass(kind, weakref.ref):
+        yield Place((value(),))
+    elif issubclass(kind, _OBJECTS_OF_LIBRARIES):
+        yield Place(vars(value))
+    elif _is_object(value):
+        if hasattr(value, "__dict__"):
+            yield Place(vars(value), names)
+        if slots := _slots_of(kind) & names:
+            yield Place(value, slots)
 
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object of the program, whose attributes may change."""
-    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
-        return True
-    return (
-        not isinstance(value, (*_STATELESS, types.FunctionType, Tensor))
-        and hasattr(value, "__dict__")
-        and not _is_of_library(type(value).__module__)
+    kind = type(value)
+    return not (
+        issubclass(kind, (*_STATELESS, types.FunctionType, Tensor))
+        or _is_of_library(kind.__module__)
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> frozenset[str]:
+    """The names of the slots of a class and its bases."""
+    found = (each for known in kind.__mro__ for each in vars(known).items())
+    return frozenset(name for name, each in found if type(each) is types.MemberDescriptorType)
 
 
 def _is_of_library(module_name: object) -> bool:
@@ -183,7 +222,8 @@ class Content:
 
     Attributes:
         tensors: the tensors.
-        iterator: the name of an iterator, which nothing puts back; "" without one.
+        elusive: the name of what nothing puts back, such as an iterator, a variable of a thread or
+            of a context, or a proxy; "" if there is none.
     """
 
     def __init__(self, places: Iterable[Place], names: Set[str], *, lasting: bool = False) -> None:
@@ -191,7 +231,7 @@ class Content:
         self._held: list[tuple[Place, Any]] = []
         self._constant: list[Any] = []
         self._states: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
-        self.iterator = ""
+        self.elusive = ""
         known: set[int] = set()
         rest = [*places]
         while rest:
@@ -207,13 +247,13 @@ class Content:
                     self.tensors.append(value)
                 elif id(value) not in known:
                     known.add(id(value))
-                    inner = _place_in(value, names)
-                    if inner is not None:
-                        rest.append(inner)
-                    elif (state := _state_of(value)) is not None:
+                    inner = [*_places_in(value, names)]
+                    rest += inner
+                    kind = type(value)
+                    if (state := _state_of(value)) is not None:
                         self._states.append((*state, state[0]()))
-                    elif hasattr(type(value), "__next__"):
-                        self.iterator = str(name)
+                    elif issubclass(kind, _ELUSIVE) or (not inner and hasattr(kind, "__next__")):
+                        self.elusive = str(name)
             if isinstance(place.holder, tuple):
                 self._constant += content
             else:
@@ -272,6 +312,8 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] |
 
     Returns None for other values, and for large arrays.
     """
+    if isinstance(value, bytearray | array.array) and len(value) <= _MOST_ENTRIES:
+        return (lambda: value[:]), functools.partial(value.__setitem__, slice(None))
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
@@ -344,7 +386,7 @@ def find_reach(modules: Sequence[nn.Module]) -> Reach:
                     owners[value] = None
                     names |= _names_in(value.__code__)
                     values += _named_in(value, names).values()
-            elif isinstance(value, nn.Module):
+            elif issubclass(type(value), nn.Module):  # a proxy says that it is one
                 parts = modules_of(value)
                 if own.isdisjoint(parts):
                     looked_at |= dict.fromkeys(parts)
@@ -368,6 +410,8 @@ def find_reach(modules: Sequence[nn.Module]) -> Reach:
 def _named_in(owner: Any, names: Set[str]) -> dict[str, Any]:
     """Return the variables that count in a function's globals, a class or a module."""
     if isinstance(owner, types.FunctionType):
+        if _is_of_library(owner.__globals__.get("__name__")):
+            return {}  # a library's wrapper, such as the compiler's, with the name of what it wraps
         return Place(owner.__globals__, _names_in(owner.__code__)).read()  # type: ignore[no-any-return]
     held = vars(owner)
     return {name: held[name] for name in held.keys() & names - _NOT_NOTED}
