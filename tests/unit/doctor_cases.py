@@ -5,22 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ebbtide.tools.examination import QUICK, DiskFigures, Examination, LinkFigures, Pinning
-from ebbtide.tools.machine import Accelerator, Directory, MachineFacts, Sample
+from ebbtide.tools.doctor import QUICK, Examination, Rate
+from ebbtide.tools.machine import MachineFacts
 
 MIB, GIB = 2**20, 2**30
 
-SHORT = QUICK._replace(
-    compute_s=0.02,
-    links_s=0.1,
-    disk_s=0.1,
-    sizes_bytes=(64 * 2**10, MIB),
-    room_bytes=64 * MIB,
-    disk_bytes=8 * MIB,
-)
+SHORT = QUICK._replace(each_s=0.03, copy_bytes=MIB, room_bytes=64 * MIB)
 """Measures for a moment, with little memory."""
 
-HEALTHY_STORE = Directory("/scratch", "ext4", 800 * GIB)
 HEALTHY = MachineFacts(
     cpu="Test CPU",
     cores=16,
@@ -31,14 +23,20 @@ HEALTHY = MachineFacts(
     free_ram_bytes=100 * GIB,
     limited_by_group=False,
     memlock_bytes=None,
-    idle_gpus=(),
-    store=HEALTHY_STORE,
+    store="/scratch",
+    store_filesystem="ext4",
+    store_free_bytes=800 * GIB,
 )
-GPU = Accelerator("Test GPU", 1, 80 * GIB, 79 * GIB)
+GPU = {
+    "accelerator": "Test GPU",
+    "num_accelerators": 1,
+    "accelerator_bytes": 80 * GIB,
+    "accelerator_free_bytes": 79 * GIB,
+}
 
 
-def rate(per_s: float, amount: float = GIB) -> Sample:
-    return Sample.of(amount, [amount / per_s])
+def rate(per_s: float) -> Rate:
+    return Rate(per_s, per_s)
 
 
 def on_cpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
@@ -48,7 +46,7 @@ def on_cpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
         "copy": rate(40e9),
         "fft": rate(50e9),
         "links": links(down=8e9, up=500e9, both=20e9),
-        "disk": DiskFigures(GIB, 2e9, 4e9, cache_was_emptied=True),
+        "disk": {"size_bytes": GIB, "write_bytes_per_s": 2e9, "read_bytes_per_s": 4e9},
     }
     return Examination(dataclasses.replace(HEALTHY, **facts), **(entries | (found or {})))
 
@@ -58,17 +56,16 @@ def on_gpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
     entries = {
         "matmul": {"fp32": rate(5e13), "bf16": rate(8e14)},
         "copy": rate(3e12),
-        "pinning": Pinning(256 * MIB, 0.2, None),
+        "pinning": pinning(0.2),
         "links": links(down=25e9, up=25e9, both=45e9),
     }
-    return on_cpu(entries | (found or {}), **({"accelerator": GPU} | facts))
+    return on_cpu(entries | (found or {}), **(GPU | facts))
 
 
-def links(down: float, up: float, both: float) -> LinkFigures:
-    """Copies of 64 MiB at these rates; each copy of 64 KiB costs 10 us besides its bytes."""
-    small = 64 * 2**10
-    ways = [
-        {small: Sample.of(small, [small / way + 10e-6]), 64 * MIB: rate(way, 64 * MIB)}
-        for way in (down, up)
-    ]
-    return LinkFigures(*ways, rate(both))
+def pinning(seconds_per_gib: float, refusal: str | None = None) -> dict[str, Any]:
+    return {"size_bytes": 256 * MIB, "seconds_per_gib": seconds_per_gib, "refusal": refusal}
+
+
+def links(down: float, up: float, both: float) -> dict[str, float]:
+    """Copies of 64 MiB at these rates; each copy costs 10 us besides its bytes."""
+    return {"down": down, "up": up, "both": both, "latency_s": 1e-5, "copy_bytes": 64 * MIB}

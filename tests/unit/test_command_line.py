@@ -122,7 +122,7 @@ def test_an_error_is_a_line_and_a_code(
     ("line", "place"),
     [
         (["demo", "--device", "cpu"], "ebbtide.tools.demo.run_demo"),
-        (["doctor", "--device", "cpu"], "ebbtide.tools.examination.examine"),
+        (["doctor", "--device", "cpu"], "ebbtide.tools.doctor.examine"),
         (["plan", "gpt"], "ebbtide.tools.plan_tables.run_plan"),
         (["schedule", "--layers", "1/2"], "ebbtide.tools.schedule_command.rehearse"),
     ],

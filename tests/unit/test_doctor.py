@@ -15,7 +15,7 @@ import torch
 
 import ebbtide
 from commands import call
-from doctor_cases import GPU, HEALTHY, SHORT, Directory
+from doctor_cases import GPU, HEALTHY, SHORT
 from ebbtide.devices import CpuDevice
 from ebbtide.planning import Hardware
 from page_locks import PageLocks
@@ -28,7 +28,7 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/doctor.md"
 @pytest.fixture(autouse=True)
 def _shortly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure for a moment, with little memory."""
-    monkeypatch.setattr("ebbtide.tools.examination.QUICK", SHORT)
+    monkeypatch.setattr("ebbtide.tools.doctor.QUICK", SHORT)
 
 
 def test_the_hardware_of_this_machine(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_hardware_of_this_machine(tmp_path: Path) -> None:
     figures = json.loads(done.stdout)["figures"]
     assert {"matmul", "copy", "fft", "links", "disk"} <= figures.keys()
     assert figures["problems"] == {}
-    assert figures["facts"]["store"]["path"] == str(tmp_path)
+    assert figures["facts"]["store"] == str(tmp_path)
     assert isinstance(figures["advice"], list)
 
 
@@ -62,9 +62,10 @@ def test_it_uses_a_small_part_of_memory_and_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With 64 MiB of free RAM and 100 MiB of free disk: 1/8 = 8 MiB and 1/50 = 2 MiB."""
-    store = Directory(str(tmp_path), "ext4", 100 * MIB)
-    facts = dataclasses.replace(HEALTHY, free_ram_bytes=64 * MIB, store=store)
-    monkeypatch.setattr("ebbtide.tools.examination.read_machine", lambda *_: facts)
+    facts = dataclasses.replace(
+        HEALTHY, free_ram_bytes=64 * MIB, store=str(tmp_path), store_free_bytes=100 * MIB
+    )
+    monkeypatch.setattr("ebbtide.tools.doctor.read_machine", lambda *_: facts)
     rooms: dict[str, int] = {}
 
     def note(name: str) -> Any:
@@ -74,7 +75,7 @@ def test_it_uses_a_small_part_of_memory_and_disk(
         return measure
 
     for name in ("matmul", "copy", "fft", "links", "disk", "pinning"):
-        monkeypatch.setattr(f"ebbtide.tools.examination.measure_{name}", note(name))
+        monkeypatch.setattr(f"ebbtide.tools.doctor.measure_{name}", note(name))
     assert call(*QUICK, "--store", f"disk:{tmp_path}").exit_code == 1  # nothing was measured
     expected = dict.fromkeys(("matmul", "copy", "fft"), 8 * MIB)
     assert rooms == expected | {"links": 2 * MIB, "disk": 2 * MIB}
@@ -85,9 +86,9 @@ def test_an_accelerator(refuses: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
     """The CPU's lanes, which page-lock and offload to host memory as an accelerator's streams."""
     device = CpuDevice()
     monkeypatch.setattr(device, "computes_on_host", False)
-    monkeypatch.setattr("ebbtide.tools.examination.CpuDevice", lambda: device)
-    facts = dataclasses.replace(HEALTHY, accelerator=GPU)
-    monkeypatch.setattr("ebbtide.tools.examination.read_machine", lambda *_: facts)
+    monkeypatch.setattr("ebbtide.tools.doctor.CpuDevice", lambda: device)
+    facts = dataclasses.replace(HEALTHY, **GPU)
+    monkeypatch.setattr("ebbtide.tools.doctor.read_machine", lambda *_: facts)
     locks = PageLocks(device, refuses=refuses)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of what cannot be locked, the advice tells
@@ -99,7 +100,7 @@ def test_an_accelerator(refuses: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert figures["pinning"]["size_bytes"] == 64 * MIB
     hardware = Hardware.from_json(done.stdout)
     assert not hardware.computes_on_host
-    assert hardware.device_memory_bytes == GPU.total_bytes
+    assert hardware.device_memory_bytes == GPU["accelerator_bytes"]
     assert hardware.pinned_limit_bytes == (0 if refuses else HEALTHY.free_ram_bytes)
     assert "pin" in locks.log
     assert locks.size_bytes == 0  # all was given back

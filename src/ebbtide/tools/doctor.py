@@ -1,108 +1,571 @@
-"""Advice on what slows ebbtide on a machine, and the report of an examination.
+"""What `ebbtide doctor` does: measures a machine, says what slows ebbtide there, and reports.
 
-Each piece of advice names the evidence that it rests on.
+It measures what the device computes, what the link to the tier below moves, and what a disk takes.
+Each measurement has a share of the time and a bound on the memory and disk that it uses. One that
+fails is left out, and its error is kept in its place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import os
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Final
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar, final
 
+import torch
 from rich.console import RenderableType
 
+from ebbtide.devices.accelerator import AcceleratorDevice
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractDevice
+from ebbtide.errors import EbbtideError, PolicyError
+from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.stores import measured_memory as freed_memory
-from ebbtide.tools.examination import Examination
+from ebbtide.stores.build import build_store
+from ebbtide.stores.disk_file import OpenFile, default_directory
+from ebbtide.stores.host_memory import allocate_host_memory
+from ebbtide.stores.store import AbstractStore, Extent, Slot
 from ebbtide.tools.layout import columns, digits, indented, labelled, render, scaled
-from ebbtide.tools.machine import Sample
+from ebbtide.tools.machine import MachineFacts, read_machine
 from ebbtide.units import count, format_seconds, format_size
 
-_SLOW_PIN_S_PER_GIB = 1.0
+T = TypeVar("T")
+
+_MIB: Final = 2**20
+_GIB: Final = 2**30
+_DTYPES: Final = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_LONG_ENOUGH_S: Final = 0.03  # of one repetition: then the start of a kernel does not count
+_SMALLEST, _LARGEST = 256, 8192  # rows of the matrices
+_COPY_BYTES: Final = 512 * _MIB
+_LEAST_COPY_BYTES: Final = 32 * _MIB  # smaller tensors are copied within caches
+_FFT_NODES, _FFT_CHANNELS = 256, 32
+_SHORT_COPY_BYTES: Final = 64 * 2**10  # whose time is mostly what each copy costs beside its bytes
+# Copies are queued one behind the other up to so many bytes, by whether the device is the CPU: fast
+# links need many, or what the host does for each counts, too.
+_QUEUED_BYTES: Final = {True: 16 * _MIB, False: 128 * _MIB}
+_MOST_QUEUED: Final = 32
+_CHUNK_BYTES: Final = 8 * _MIB  # of a file
+_RAM_SHARE, _DISK_SHARE = 8, 50  # of what is free, at most this part is used
 
 
-def advise(found: Examination) -> list[str]:
-    """Return advice in plain sentences, what prevents offloading first."""
-    return [
-        *_on_the_store(found),
-        *_on_the_device(found),
-        *_on_pinning(found),
-        *_on_the_host(found),
-    ]
+class Effort(NamedTuple):
+    """How long measurements may take, in seconds, and what they may use at most.
+
+    Attributes:
+        dtypes: the types of the matrix products.
+        compute_s: for each kind of computation, each direction of the link, and the disk.
+        copy_bytes: size of a large copy over the link.
+        room_bytes: memory of the host, and the file; a device has four times as much.
+    """
+
+    dtypes: tuple[str, ...]
+    each_s: float
+    copy_bytes: int
+    room_bytes: int
 
 
-def _on_the_store(found: Examination) -> Iterator[str]:
-    store = found.facts.store
+FULL: Final = Effort(tuple(_DTYPES), 1.0, 64 * _MIB, 256 * _MIB)
+QUICK: Final = Effort(("fp32", "bf16"), 0.2, 16 * _MIB, 128 * _MIB)
+
+
+@final
+@dataclass(frozen=True)
+class Rate:
+    """How fast equal repetitions of one piece of work were.
+
+    Attributes:
+        best_per_s: the rate of the fastest one: what the machine can do when nothing disturbs it.
+        median_per_s: the rate of the median one: what a step gets.
+        note: what the work was, such as ``"n = 2048"``.
+    """
+
+    best_per_s: float
+    median_per_s: float
+    note: str = ""
+
+
+def repeat(
+    amount: float,
+    work: Callable[[], float | None],
+    budget_s: float,
+    *,
+    most: int = 200,
+    note: str = "",
+) -> Rate:
+    """Repeat work until its time is used up, at least twice; the first repetition warms up.
+
+    Args:
+        amount: bytes or FLOP of one repetition.
+        work: does one repetition, and blocks until it is done. It may return the seconds that
+            count, if it also does what does not count.
+        budget_s: stop once so much time has passed.
+        most: stop after so many repetitions.
+        note: what the work is.
+    """
+    begin_s = time.perf_counter()
+    durations: list[float] = []
+    while len(durations) < 2 or (
+        len(durations) <= most and time.perf_counter() - begin_s < budget_s
+    ):
+        before_s = time.perf_counter()
+        own_s = work()
+        passed_s = time.perf_counter() - before_s if own_s is None else own_s
+        durations.append(max(passed_s, 1e-9))
+    del durations[0]
+    return Rate(amount / min(durations), amount / statistics.median(durations), note)
+
+
+# ---- What a device computes ----
+
+
+def finish(device: AbstractDevice) -> None:
+    """Block until the device has done what was queued on its compute stream."""
+    device.compute_stream().record().synchronize()
+
+
+def measure_matmul(
+    device: AbstractDevice, precision: str, budget_s: float, room_bytes: int
+) -> Rate:
+    """Measure products of square matrices, as large as time and memory allow.
+
+    Args:
+        device: the device.
+        precision: the type, such as ``"fp32"``, or ``"tf32"``.
+        budget_s: about how long this may take.
+        room_bytes: the most memory to use.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else before)
+    try:
+        size = _SMALLEST
+        while True:
+            # Random numbers: a GPU that multiplies equal ones needs less power, and runs faster.
+            left = torch.rand(size, size, device=device.torch_device)
+            left = left.to(_DTYPES.get(precision, torch.float32))
+            right, out = torch.roll(left, 1), torch.empty_like(left)
+
+            def multiply(left: torch.Tensor = left, right: Any = right, out: Any = out) -> None:
+                torch.mm(left, right, out=out)
+                finish(device)
+
+            once_s = 1.0 / repeat(1.0, multiply, _LONG_ENOUGH_S, most=2).best_per_s
+            too_large = size == _LARGEST or 3 * 4 * left.nbytes > room_bytes
+            # Larger matrices take eight times as long, four times here and more after.
+            if once_s > _LONG_ENOUGH_S or too_large or 4 * 8 * once_s > budget_s:
+                return repeat(2.0 * size**3, multiply, budget_s, note=f"n = {size}")
+            size *= 2
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def measure_copy(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rate:
+    """Measure a copy within the device's memory, in bytes read and written.
+
+    Raises:
+        MemoryError: so little memory is free that the copy would stay in caches.
+    """
+    size_bytes = min(_COPY_BYTES, room_bytes // 2)
+    if size_bytes < _LEAST_COPY_BYTES:
+        raise MemoryError(
+            f"copies of {format_size(size_bytes)} stay in caches, and too little memory is free "
+            f"for larger ones; end other programs and measure again"
+        )
+    source = device.allocate(size_bytes).fill_(1)
+    target = torch.ones_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        finish(device)
+
+    return repeat(2.0 * size_bytes, copy, budget_s, note=format_size(size_bytes))
+
+
+def measure_fft(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rate:
+    """Measure 2D FFTs of real float32 fields as an FNO has them, in FLOP of 2.5 n log2 n."""
+    nodes = _FFT_NODES**2
+    channels = max(1, min(_FFT_CHANNELS, room_bytes // (3 * nodes * 4)))
+    field = torch.ones(channels, _FFT_NODES, _FFT_NODES, device=device.torch_device)
+
+    def transform() -> None:
+        torch.fft.rfft2(field)
+        finish(device)
+
+    amount = 2.5 * channels * nodes * math.log2(nodes)
+    note = f"{channels} x {_FFT_NODES} x {_FFT_NODES}"
+    return repeat(amount, transform, budget_s, note=note)
+
+
+# ---- What the link to the tier below moves, and a disk without the help of the page cache ----
+#
+# For an accelerator the tier below is page-locked host memory, for a CPU a file. Copies go through
+# `AbstractStore.offload` and `reload`, so that what is measured is what ebbtide will get, with the
+# page cache of the file and with what the store does beside copying.
+
+
+def measure_links(
+    device: AbstractDevice,
+    build_store: Callable[[], AbstractStore],
+    copy_bytes: int,
+    budget_s: float,
+    room_bytes: int,
+) -> dict[str, float]:
+    """Measure offloads, reloads and both at once.
+
+    Args:
+        device: the device.
+        build_store: builds its store. Each size gets one of its own, because a store keeps the
+            memory of smaller copies, which the largest ones need.
+        copy_bytes: the size of large copies. They are smaller where there is no room for them.
+        budget_s: about how long each direction may take.
+        room_bytes: the most memory to use in each tier.
+
+    Returns:
+        The rates of large copies: ``"down"``, ``"up"`` and ``"both"``, in bytes of both, in a
+        second; ``"latency_s"``: what a copy costs beside its bytes, by small copies, the dearer
+        way; ``"copy_bytes"``: the size of large copies.
+    """
+    copy_bytes = max(_SHORT_COPY_BYTES, min(copy_bytes, room_bytes // 4))
+    links = {"copy_bytes": float(copy_bytes)}
+    one_s = dict[str, float]()
+    for size_bytes in (_SHORT_COPY_BYTES, copy_bytes):
+        queued_bytes = min(_QUEUED_BYTES[device.computes_on_host], room_bytes // 2)
+        number = max(1, min(_MOST_QUEUED, queued_bytes // size_bytes))
+        with contextlib.closing(build_store()) as store:
+            copies = _Copies(device, store, size_bytes, number)
+            for name, times in (("down", 1), ("up", 1), ("both", 2)):
+                total_bytes = times * number * size_bytes
+                links[name] = repeat(total_bytes, getattr(copies, name), budget_s).median_per_s
+                one_s.setdefault(name, size_bytes / links[name])
+            copies.drop()
+    beside = (one_s[name] - _SHORT_COPY_BYTES / links[name] for name in ("down", "up"))
+    return links | {"latency_s": max(0.0, *beside)}
+
+
+@final
+class _Copies:
+    """Equal copies of one size, queued one behind the other."""
+
+    def __init__(
+        self, device: AbstractDevice, store: AbstractStore, size_bytes: int, number: int
+    ) -> None:
+        self._sources = torch.split(device.allocate(number * size_bytes).fill_(1), size_bytes)
+        self._device = device
+        self._store = store
+        self._slots: list[Slot] = []
+
+    def down(self) -> float:
+        self.drop()
+        begin_s = time.perf_counter()
+        self._slots = list(self._queue_offloads())
+        for slot in self._slots:
+            slot.offloaded.synchronize()
+        return time.perf_counter() - begin_s
+
+    def up(self) -> float:
+        begin_s = time.perf_counter()
+        arrivals = [self._store.reload(slot) for slot in self._slots]
+        for _, ready in arrivals:
+            ready.synchronize()
+        return time.perf_counter() - begin_s
+
+    def both(self) -> float:
+        arrivals, slots = [], []
+        begin_s = time.perf_counter()
+        for slot, offloaded in zip(self._slots, self._queue_offloads(), strict=True):
+            slots.append(offloaded)
+            arrivals.append(self._store.reload(slot))
+        for slot in slots:
+            slot.offloaded.synchronize()
+        for _, ready in arrivals:
+            ready.synchronize()
+        took_s = time.perf_counter() - begin_s
+        for slot in slots:
+            self._store.drop(slot)
+        return took_s
+
+    def drop(self) -> None:
+        for slot in self._slots:
+            self._store.drop(slot)
+        self._slots = []
+
+    def _queue_offloads(self) -> Iterator[Slot]:
+        for source in self._sources:
+            yield self._store.offload(source, self._device.compute_stream().record())
+
+
+def measure_pinning(device: AbstractDevice, size_bytes: int) -> dict[str, Any]:
+    """Page-lock a block of host memory once, as the host store does, and give it back.
+
+    Returns:
+        ``"size_bytes"``: how much was tried; ``"seconds_per_gib"``: how long it took, pages
+        allocated included; ``"refusal"``: why the system refused; None if it did not.
+    """
+    begin_s = time.perf_counter()
+    memory = allocate_host_memory(device, size_bytes)
+    seconds_per_gib = (time.perf_counter() - begin_s) / size_bytes * _GIB
+    memory.give_back()
+    refusal = memory.refusal
+    return {"size_bytes": size_bytes, "seconds_per_gib": seconds_per_gib, "refusal": refusal}
+
+
+def measure_disk(directory: Path, budget_s: float, room_bytes: int) -> dict[str, float]:
+    """Write a file, wait until it is on the disk, and read it back without the page cache.
+
+    The file has no name, so nothing is left behind, however the process ends.
+
+    Args:
+        directory: where.
+        budget_s: about how long this may take.
+        room_bytes: the largest file to write.
+
+    Returns:
+        ``"size_bytes"`` of the file, ``"write_bytes_per_s"`` and ``"read_bytes_per_s"``.
+
+    Raises:
+        PolicyError: the directory is missing or cannot be written to.
+        OSError: the disk has no room, or fails.
+    """
+    file = OpenFile(directory)
+    # A disk that compresses would store equal bytes in no time.
+    chunk = memoryview(os.urandom(max(mmap.PAGESIZE, min(_CHUNK_BYTES, room_bytes // 2))))
+    size_bytes = 0
+    begin_s = time.perf_counter()
+    while not size_bytes or (
+        size_bytes + len(chunk) <= room_bytes and time.perf_counter() - begin_s < budget_s
+    ):
+        file.reserve(Extent(size_bytes, len(chunk)))  # as the store does
+        file.write(chunk, size_bytes)
+        os.fsync(file.fd)
+        size_bytes += len(chunk)
+    written_s = time.perf_counter()
+    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    target = memoryview(bytearray(len(chunk)))
+    read_begin_s = time.perf_counter()
+    for begin in range(0, size_bytes, len(chunk)):
+        file.read(target, begin)
+    return {
+        "size_bytes": size_bytes,
+        "write_bytes_per_s": size_bytes / (written_s - begin_s),
+        "read_bytes_per_s": size_bytes / (time.perf_counter() - read_begin_s),
+    }
+
+
+# ---- An examination, and the `Hardware` that it makes ----
+
+
+@final
+@dataclass
+class Examination:
+    """What was found out about a machine; None where a measurement failed.
+
+    Attributes:
+        facts: what the system says.
+        matmul: products of matrices, by type: ``"fp64"``, ``"fp32"``, ``"tf32"`` and so on.
+        copy: copies in the device's memory, in bytes read and written.
+        fft: 2D FFTs, in FLOP.
+        pinning: page-locking; only for an accelerator. See `measure_pinning`.
+        links: offloads and reloads. See `measure_links`.
+        disk: the disk behind the store's directory. See `measure_disk`.
+        problems: why a measurement failed, by its name.
+    """
+
+    facts: MachineFacts
+    matmul: dict[str, Rate] = field(default_factory=dict)
+    copy: Rate | None = None
+    fft: Rate | None = None
+    pinning: dict[str, Any] | None = None
+    links: dict[str, float] | None = None
+    disk: dict[str, float] | None = None
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether models compute on the CPU."""
+        return self.facts.accelerator is None
+
+    @property
+    def rates(self) -> tuple[float, float, float] | None:
+        """Bandwidths of large copies: down, up, and both ways at once, in sum.
+
+        On a CPU, a reload maps pages of the file that are in the page cache, and moves nothing.
+        Whoever reads the bytes gets them as fast as the memory gives them, so that is the bound.
+        """
+        if self.links is None:
+            return None
+        down, up, both = (self.links[name] for name in ("down", "up", "both"))
+        if self.on_cpu and self.copy is not None:
+            up = min(up, self.copy.best_per_s)
+        return down, up, min(both, down + up)
+
+    @property
+    def pinned_limit_bytes(self) -> int:
+        """How much memory can be page-locked."""
+        if self.on_cpu or self.pinning is None:
+            return 0
+        if self.pinning["refusal"] is None:
+            return self.facts.free_ram_bytes
+        return min(self.facts.memlock_bytes or 0, self.facts.free_ram_bytes)
+
+    def hardware(self) -> Hardware | None:
+        """Return the figures that a plan needs; None if one of them could not be measured."""
+        rates, facts = self.rates, self.facts
+        if self.links is None or rates is None or self.copy is None or "fp32" not in self.matmul:
+            return None
+        down, up, both = rates
+        disk = self.disk or {}
+        measured: dict[str, Any] = {
+            "device_memory_bytes": facts.accelerator_bytes or facts.total_ram_bytes,
+            "device_memory_bytes_per_s": self.copy.best_per_s,
+            "fft_flops": self.fft and self.fft.best_per_s,
+            "h2d_bytes_per_s": up,
+            "d2h_bytes_per_s": down,
+            "duplex_bytes_per_s": both,
+            "link_latency_s": self.links["latency_s"],
+            "host_memory_bytes": facts.total_ram_bytes,
+            "pinned_limit_bytes": self.pinned_limit_bytes,
+            "disk_write_bytes_per_s": disk.get("write_bytes_per_s"),
+            "disk_read_bytes_per_s": disk.get("read_bytes_per_s"),
+        }
+        measured |= {f"matmul_{name}_flops": each.best_per_s for name, each in self.matmul.items()}
+        values = {key: value for key, value in measured.items() if value is not None}
+        text = f"ebbtide doctor on {time.strftime('%Y-%m-%d')}, torch {facts.torch_version}"
+        name = facts.accelerator or f"{facts.cpu}, {facts.cores} cores"
+        sources = tuple(Source(key, Kind.MEASURED, text) for key in values)
+        return Hardware(name=name, computes_on_host=self.on_cpu, sources=sources, **values)
+
+
+def examine(
+    torch_device: torch.device,
+    directory: Path | None = None,
+    effort: Effort = FULL,
+    say: Callable[[str], None] = lambda _: None,
+) -> Examination:
+    """Examine this machine.
+
+    Args:
+        torch_device: what the model would compute on.
+        directory: where files of offloaded bytes would go; None: the system's directory for
+            temporary files.
+        effort: how long it may take.
+        say: told what is measured next.
+    """
+    if directory is None:
+        try:
+            directory = default_directory()
+        except PolicyError:  # no directory can be written to; the measurements will say so
+            directory = Path.cwd()
+    is_cpu = torch_device.type == "cpu"
+    device: AbstractDevice = CpuDevice() if is_cpu else AcceleratorDevice(torch_device)
+    on_cpu = device.computes_on_host
+    found = Examination(read_machine(torch_device, directory))
+    host_bytes, device_bytes, disk_bytes = _room(found.facts, effort)
+
+    def measure(name: str, work: Callable[..., T], *arguments: Any) -> T | None:
+        """Measure; if that fails, note why. A doctor does not stop at the first illness."""
+        say(f"measuring: {name}")
+        try:
+            return work(*arguments)
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            kind = "" if isinstance(error, EbbtideError) else f"{type(error).__name__}: "
+            found.problems[name] = kind + text
+            return None
+
+    limits = effort.each_s, device_bytes
+    for name in (*effort.dtypes, *(["tf32"] if _has_tf32(torch_device) else [])):
+        rate = measure(f"matmul {name}", measure_matmul, device, name, *limits)
+        found.matmul |= {} if rate is None else {name: rate}
+    found.copy = measure("copy", measure_copy, device, *limits)
+    found.fft = measure("fft", measure_fft, device, *limits)
+    room_bytes = min(device_bytes, host_bytes, *([disk_bytes] if on_cpu else []))
+
+    def build() -> AbstractStore:  # that models on this device would use
+        store = ("disk", directory, None) if on_cpu else ("host", None, room_bytes)
+        return build_store(device, *store)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of pageable memory; see `pinning`
+        if not on_cpu:
+            # A power of two, because torch would round other sizes up to the next.
+            pinned_bytes = 1 << host_bytes.bit_length() - 1
+            found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
+        link = effort.copy_bytes, effort.each_s, room_bytes
+        found.links = measure("links", measure_links, device, build, *link)
+    found.disk = measure("disk", measure_disk, directory, effort.each_s, disk_bytes)
+    return found
+
+
+def _room(facts: MachineFacts, effort: Effort) -> tuple[int, int, int]:
+    """Return how much memory of the host and of the device, and how much disk, may be used."""
+    host_bytes = device_bytes = min(effort.room_bytes, facts.free_ram_bytes // _RAM_SHARE)
+    if facts.accelerator is not None:
+        # A device's matrices must be large for it to show what it can do.
+        device_bytes = min(4 * effort.room_bytes, facts.accelerator_free_bytes // _RAM_SHARE)
+    disk_bytes = min(effort.room_bytes, (facts.store_free_bytes or 0) // _DISK_SHARE)
+    return max(_MIB, host_bytes), max(_MIB, device_bytes), max(_MIB, disk_bytes)
+
+
+def _has_tf32(torch_device: torch.device) -> bool:
+    """Whether the device computes float32 in TF32: NVIDIA's since Ampere."""
+    if torch_device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return bool(torch.cuda.get_device_capability(torch_device) >= (8, 0))
+
+
+# ---- Advice, each piece with the evidence that it rests on ----
+
+
+def advise(found: Examination) -> Iterator[str]:
+    """Yield advice in plain sentences, what prevents offloading first."""
+    facts, pinning = found.facts, found.pinning
     used_for = "" if found.on_cpu else ', which only store="disk" and "tiered" use'
     failure = found.problems.get("links" if found.on_cpu else "disk")
+    free_bytes = facts.store_free_bytes
     if failure is not None:
-        reason = failure.partition(";")[0]
         yield (
-            f"Nothing can be offloaded to {store.path}{used_for}: {reason}. Name "
-            f'a directory that can be written to, with store="disk:/some/dir" or TMPDIR.'
+            f"Nothing can be offloaded to {facts.store}{used_for}: {failure.partition(';')[0]}. "
+            f'Name a directory that can be written to, with store="disk:/some/dir" or TMPDIR.'
         )
-        return
-    if store.in_ram:
+    elif facts.store_is_in_ram:
         yield (
-            f"{store.path} is a {store.filesystem}: its files are kept in RAM, so offloading there "
-            f'frees no RAM{used_for}. Use store="disk:/a/directory/on/a/disk".'
+            f"{facts.store} is a {facts.store_filesystem}: its files are kept in RAM, so "
+            f"offloading there frees no RAM{used_for}. Use "
+            f'store="disk:/a/directory/on/a/disk".'
         )
-    elif store.on_network:
-        rate = ""
-        if found.disk is not None:
-            rate = f" It took {found.disk.write_bytes_per_s / 1e9:.2g} GB/s."
+    elif found.on_cpu and free_bytes is not None and free_bytes < facts.total_ram_bytes:
         yield (
-            f"{store.path} is on another machine ({store.filesystem}).{rate} A local disk is "
-            f'usually faster, and disturbs no other users: store="disk:/local/dir".'
+            f"{facts.store} has {format_size(free_bytes)} free, less than the RAM of "
+            f"{format_size(facts.total_ram_bytes)}. A step that offloads more than that stops "
+            f"with StoreFullError."
         )
-    free_bytes = store.free_bytes
-    small = free_bytes is not None and free_bytes < found.facts.total_ram_bytes
-    if free_bytes is not None and small and found.on_cpu and not store.in_ram:
+    if facts.has_unseen_gpu:
         yield (
-            f"{store.path} has {format_size(free_bytes)} free, less than the RAM of "
-            f"{format_size(found.facts.total_ram_bytes)}. A step that offloads more than that "
-            f"stops with StoreFullError."
+            f"This machine has the driver of a GPU that torch {facts.torch_version} does not see. "
+            f"Install the build of torch for it (pytorch.org/get-started)."
         )
-
-
-def _on_the_device(found: Examination) -> Iterator[str]:
-    if found.facts.idle_gpus:
-        vendors = " and ".join(found.facts.idle_gpus)
-        yield (
-            f"This machine has a GPU by {vendors} that torch {found.facts.torch_version} does not "
-            f"see. Install the build of torch for it (pytorch.org/get-started), and its driver."
-        )
-    accelerator = found.facts.accelerator
-    if accelerator is not None and accelerator.free_bytes < accelerator.total_bytes // 2:
-        used_bytes = accelerator.total_bytes - accelerator.free_bytes
-        yield (
-            f"Other programs use {format_size(used_bytes)} of the device's "
-            f"{format_size(accelerator.total_bytes)}, and may have slowed the figures above."
-        )
-
-
-def _on_pinning(found: Examination) -> Iterator[str]:
-    pinning, memlock = found.pinning, found.facts.memlock_bytes
-    if pinning is None:
-        return
-    if pinning.refusal is not None:
+    if pinning is not None and pinning["refusal"] is not None:
         limit = ""
-        if memlock is not None and memlock < pinning.size_bytes:
-            limit = f" The limit on locked memory is {format_size(memlock)}; raise it (ulimit -l)."
+        if (facts.memlock_bytes or math.inf) < pinning["size_bytes"]:
+            size = format_size(facts.memlock_bytes or 0)
+            limit = f" The limit on locked memory is {size}; raise it (ulimit -l)."
         yield (
-            f"The system refused to page-lock {format_size(pinning.size_bytes)} "
-            f"({pinning.refusal}). Copies from pageable memory are slower and do not overlap with "
-            f"compute.{limit}"
+            f"The system refused to page-lock {format_size(pinning['size_bytes'])} "
+            f"({pinning['refusal']}). Copies from pageable memory are slower and do not overlap "
+            f"with compute.{limit}"
         )
-    elif pinning.seconds_per_gib > _SLOW_PIN_S_PER_GIB:
-        yield (
-            f"Page-locking takes {pinning.seconds_per_gib:.1f} s for each GiB. ebbtide does it in "
-            f"the first step only, so that step is slow."
-        )
-
-
-def _on_the_host(found: Examination) -> Iterator[str]:
-    facts = found.facts
     if found.on_cpu and sys.platform == "linux" and not freed_memory.FreedMemory().is_returned:
         yield freed_memory.describe()
     if facts.quota_cores is not None and facts.torch_threads > facts.quota_cores:
@@ -117,7 +580,6 @@ def _on_the_host(found: Examination) -> Iterator[str]:
 
 _LABEL_WIDTH: Final = 15
 _TABLE_WIDTHS: Final = (31, 14, 14)  # of what is measured, and of its rates
-_GIB: Final = 2**30
 _WORDS: Final = {
     "fp64": "float64",
     "fp32": "float32",
@@ -134,17 +596,39 @@ def build_report(found: Examination, advice: Sequence[str]) -> str:
         found: the examination.
         advice: what `advise` says about it.
     """
-    parts: list[RenderableType] = ["This machine", labelled(_machine(found), _LABEL_WIDTH), ""]
-    parts.append(_table("Compute", "best", "median", _compute(found)))
-    parts += [*_links(found), *_disk(found)]
+    parts: list[RenderableType] = ["This machine", labelled(_machine(found), _LABEL_WIDTH)]
+    products = [(f"matmul {_WORDS[name]}", rate, "FLOP/s") for name, rate in found.matmul.items()]
+    others = (
+        ("FFT in 2D, float32", found.fft, "FLOP/s"),
+        ("copy, read + written", found.copy, "B/s"),
+    )
+    rows: list[Sequence[str]] = [
+        (label, scaled(rate.best_per_s, unit), scaled(rate.median_per_s, unit), rate.note)
+        for label, rate, unit in (*products, *others)
+        if rate is not None
+    ]
+    parts += _table("Compute", "best", "median", rows)
+    if found.links is not None and found.rates is not None:
+        down, up, both = (scaled(rate, "B/s") for rate in found.rates)
+        rows = [
+            (f"copies of {format_size(int(found.links['copy_bytes']))}", down, up),
+            ("both at once, in sum", both),
+            ("each copy besides", format_seconds(found.links["latency_s"])),
+        ]
+        where = "files in the page cache" if found.on_cpu else "host memory"
+        parts += _table(f"Link to {where}", "offload", "reload", rows)
+    if found.disk is not None:
+        ways = (scaled(found.disk[f"{way}_bytes_per_s"], "B/s") for way in ("write", "read"))
+        rows = [(f"{format_size(int(found.disk['size_bytes']))}, not cached", *ways)]
+        parts += _table("Disk", "write", "read", rows)
     if found.problems:
         problems = (f"{name}: {why}" for name, why in found.problems.items())
         parts += ["", "Not measured", *map(indented, problems)]
-    numbered = [(f"{number}.", text) for number, text in enumerate(advice, 1)]
-    parts += ["", "Advice"]
-    parts.append(
-        labelled(numbered, 2) if advice else "  Nothing was found that slows ebbtide here."
-    )
+    parts += [
+        "",
+        "Advice",
+        *map(indented, advice or ["Nothing was found that slows ebbtide here."]),
+    ]
     parts += ["", "What ebbtide can do here", *map(indented, summarize(found))]
     return render(*parts)
 
@@ -160,12 +644,11 @@ def summarize(found: Examination) -> Iterator[str]:
         f"{format_seconds(_GIB / up)}; 1 GiB each way at once takes "
         f"{format_seconds(2 * _GIB / both)}."
     )
-    if found.on_cpu and found.disk is not None and not found.facts.store.in_ram:
-        known = "" if found.disk.cache_was_emptied else ", or less fast"
+    if found.on_cpu and found.disk is not None and not found.facts.store_is_in_ram:
         yield (
             f"That is so while the page cache has room. Beyond it the disk decides: 1 GiB then "
-            f"leaves in {format_seconds(_GIB / found.disk.write_bytes_per_s)} and comes back in "
-            f"{format_seconds(_GIB / found.disk.read_bytes_per_s)}{known}."
+            f"leaves in {format_seconds(_GIB / found.disk['write_bytes_per_s'])} and comes back in "
+            f"{format_seconds(_GIB / found.disk['read_bytes_per_s'])}."
         )
     meanwhile = [
         f"{digits(entry.best_per_s / down)} FLOP of {_WORDS[name]}"
@@ -182,88 +665,36 @@ def summarize(found: Examination) -> Iterator[str]:
 
 
 def _machine(found: Examination) -> Iterator[tuple[str, str]]:
-    facts, accelerator, store = found.facts, found.facts.accelerator, found.facts.store
+    facts, pinning = found.facts, found.pinning
     cores = count(facts.cores, "core")
     if facts.quota_cores is not None:
         cores += f", {facts.quota_cores:.3g} by the control group"
     yield "processor", f"{facts.cpu}, {cores}"
     yield "torch", f"{facts.torch_version}, {count(facts.torch_threads, 'thread')}"
-    if accelerator is None:
+    if facts.accelerator is None:
         yield "device", "the CPU"
     else:
-        yield "device", f"{accelerator.name}, 1 of {accelerator.count}"
-        total, free = format_size(accelerator.total_bytes), format_size(accelerator.free_bytes)
-        yield "device memory", f"{total}, {free} free"
+        yield "device", f"{facts.accelerator}, 1 of {facts.num_accelerators}"
+        free = format_size(facts.accelerator_free_bytes)
+        yield "device memory", f"{format_size(facts.accelerator_bytes)}, {free} free"
     total, free = format_size(facts.total_ram_bytes), format_size(facts.free_ram_bytes)
     by_group = " (limited by the control group)" if facts.limited_by_group else ""
     yield "RAM", f"{total}, {free} free{by_group}"
-    yield "locked memory", _locked(found)
-    free = "" if store.free_bytes is None else f", {format_size(store.free_bytes)} free"
-    kind = f"{store.filesystem or 'unknown file system'}{', in RAM' if store.in_ram else ''}"
-    yield "store's files", f"{store.path} ({kind}){free}"
+    memlock = facts.memlock_bytes
+    locked = "no limit" if memlock is None else f"limit {format_size(memlock)}"
+    if pinning is not None:
+        took = f"locked, {format_seconds(pinning['seconds_per_gib'])} for each GiB"
+        done = took if pinning["refusal"] is None else "refused"
+        locked += f"; {format_size(pinning['size_bytes'])} were {done}"
+    yield "locked memory", locked
+    free = "" if facts.store_free_bytes is None else f", {format_size(facts.store_free_bytes)} free"
+    in_ram = ", in RAM" if facts.store_is_in_ram else ""
+    yield "store's files", f"{facts.store} ({facts.store_filesystem or 'unknown'}{in_ram}){free}"
 
 
-def _locked(found: Examination) -> str:
-    memlock = found.facts.memlock_bytes
-    words = "no limit" if memlock is None else f"limit {format_size(memlock)}"
-    if found.pinning is not None:
-        took = f"locked, {format_seconds(found.pinning.seconds_per_gib)} for each GiB"
-        done = took if found.pinning.refusal is None else "refused"
-        words += f"; {format_size(found.pinning.size_bytes)} were {done}"
-    return words
-
-
-Row = tuple[str, ...]
-
-
-def _table(title: str, first: str, second: str, rows: Iterator[Row]) -> RenderableType:
+def _table(
+    title: str, first: str, second: str, rows: Sequence[Sequence[str]]
+) -> Iterator[RenderableType]:
+    yield ""
     indented_rows = (("  " + label, *cells) for label, *cells in rows)
-    heads = (title, first, second, "")
-    return columns(heads, indented_rows, widths=_TABLE_WIDTHS, indent=0)
-
-
-def _compute(found: Examination) -> Iterator[Row]:
-    for name, entry in found.matmul.items():
-        yield _rates(f"matmul {_WORDS[name]}", entry, "FLOP/s")
-    if found.fft is not None:
-        yield _rates("FFT in 2D, float32", found.fft, "FLOP/s")
-    if found.copy is not None:
-        yield _rates("copy, read + written", found.copy, "B/s")
-
-
-def _links(found: Examination) -> Iterator[RenderableType]:
-    links, rates = found.links, found.rates
-    if links is None or rates is None:
-        return
-    # On a CPU a reload only maps pages, which are read at the speed of memory.
-    bound = found.copy.best_per_s if found.on_cpu and found.copy is not None else math.inf
-    rows: list[Row] = []
-    for size, down in links.down.items():
-        up = min(links.up[size].median_per_s, bound)
-        rates_of_size = scaled(down.median_per_s, "B/s"), scaled(up, "B/s")
-        rows.append((f"copies of {format_size(size)}", *rates_of_size))
-    rows += [
-        ("both at once, in sum", scaled(rates[2], "B/s")),
-        ("each copy besides", format_seconds(links.latency_s)),
-    ]
-    where = "files in the page cache" if found.on_cpu else "host memory"
-    yield ""
-    yield _table(f"Link to {where}", "offload", "reload", iter(rows))
-
-
-def _disk(found: Examination) -> Iterator[RenderableType]:
-    disk = found.disk
-    if disk is None:
-        return
-    rates = [scaled(rate, "B/s") for rate in (disk.write_bytes_per_s, disk.read_bytes_per_s)]
-    row = (f"{format_size(disk.size_bytes)}, not cached", *rates)
-    yield ""
-    yield _table("Disk", "write", "read", iter([row]))
-    if found.facts.store.in_ram:
-        yield "  These are rates of RAM: the file system keeps its files there."
-    elif not disk.cache_was_emptied:
-        yield "  The page cache could not be emptied, so the disk may read more slowly."
-
-
-def _rates(label: str, entry: Sample, unit: str) -> Row:
-    return label, scaled(entry.best_per_s, unit), scaled(entry.median_per_s, unit), entry.note
+    yield columns((title, first, second, ""), indented_rows, widths=_TABLE_WIDTHS, indent=0)

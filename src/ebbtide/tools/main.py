@@ -158,8 +158,7 @@ def doctor(
         store (STORE): Where files of activations would go: auto or disk:/some/dir.
     """
     from ebbtide.planning.hardware import document
-    from ebbtide.tools.doctor import advise, build_report
-    from ebbtide.tools.examination import FULL, QUICK, examine
+    from ebbtide.tools.doctor import FULL, QUICK, advise, build_report, examine
     from ebbtide.tools.machine import find_directory, parse_device
 
     torch_device = parse_device(device)
@@ -167,7 +166,7 @@ def doctor(
         torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
     with status() as say:
         found = examine(torch_device, find_directory(store), QUICK if quick else FULL, say)
-    advice, hardware = advise(found), found.hardware()
+    advice, hardware = list(advise(found)), found.hardware()
     if json:
         figures = {**asdict(found), "advice": advice}
         typer.echo(dumps(document(hardware, figures), indent=2))
