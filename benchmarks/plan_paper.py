@@ -83,7 +83,7 @@ def _largest(name: str, study: Study, device_bytes: int) -> list[dict[str, Any]]
         if limit.method in METHODS and limit.method != "planned":
             peak = study.rule(METHODS[limit.method], device_bytes, size).prediction.peak_bytes
         else:
-            peak = study.find_in_parts(device_bytes, size).prediction.peak_bytes
+            peak = study.find(device_bytes, size).prediction.peak_bytes
         entries.append(_entry(name, study, limit.method, limit.length, peak, limit.length_step_s))
     length = _largest_saved_on_cpu(study, device_bytes)
     found = _saved_on_cpu(study, length)
@@ -156,8 +156,7 @@ def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[st
     its = _saved_on_cpu(study, length)
     size = Size(length, study.family.size.batch)
     budgets = {f"{each:g} x its peak": round(each * its.peak_bytes) for each in _MULTIPLES}
-    budgets["the smallest of whole blocks"] = study.smallest_bytes(size)
-    budgets["the smallest of all plans"] = study.least_bytes(size)
+    budgets["the smallest of all plans"] = study.smallest_bytes(size)
     entries = []
     for what, budget_bytes in sorted(budgets.items(), key=lambda item: item[1]):
         entry: dict[str, Any] = {
@@ -172,7 +171,7 @@ def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[st
             "save_on_cpu_copied_bytes_each_way": its.copied_bytes,
         }
         try:
-            found = study.find_in_parts(budget_bytes, size).prediction
+            found = study.find(budget_bytes, size).prediction
             entry |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
         except BudgetError:
             pass

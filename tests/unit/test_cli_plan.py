@@ -118,40 +118,6 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_parts_of_blocks_are_planned_where_whole_blocks_do_not_fit(tmp_path: Path) -> None:
-    pytest.importorskip("neuralop")
-    model = ("fno2d", "--resolution", "128", "--batch", "2", "--quick")
-    path = tmp_path / "plan.json"
-    whole = json.loads(run(*model, "--budget", "1GiB", "--json").stdout)
-    assert whole["modules"] == ["fno_blocks", "lifting", "projection"]
-    budget_mib = whole["smallest_budget_bytes"] * 9 // 10 // 2**20
-    found = run(*model, "--budget", f"{budget_mib}MiB", "--save", str(path))
-    assert found.exit_code == 0, found.output
-    flat = " ".join(found.output.split())
-    assert "so their parts are planned" in flat
-    assert "4 x fno_blocks.convs" in flat
-    assert max(map(len, found.output.split("\nPlan: ")[0].splitlines())) <= 80
-    step = PlannedStep.load(path)
-    assert step.plan.peak_bytes is not None
-    assert step.plan.peak_bytes <= budget_mib * 2**20
-
-    from neuralop.models import FNO
-
-    losses = []
-    for plan in (None, path):
-        torch.manual_seed(0)
-        model_ = FNO((16, 16), in_channels=3, out_channels=1, hidden_channels=32, n_layers=4)
-        batch = torch.randn(2, 3, 128, 128)
-        handle = None if plan is None else ebbtide.offload(model_, plan=plan)
-        loss = model_(batch).square().mean()
-        loss.backward()
-        losses.append([loss.detach(), *(each.grad for each in model_.parameters())])
-        if handle is not None:
-            handle.detach()
-    assert all(map(torch.equal, *losses))
-
-
 class Heavy(nn.Module):
     """Six blocks whose weights, gradients and two states take 16 MiB each; they save little."""
 
@@ -175,25 +141,6 @@ HEAVY = f"{Path(__file__).stem}:heavy"
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_a_step_inside_backward_takes() -> None:
-    sizes = ("--batch", "16384", "--budget", "400MiB")
-    found = run(HEAVY, *sizes, "--quick", "--weights")
-    said = re.search(
-        r"step on the host takes ([\d.]+) ms more\. With handle\.overlap it runs beside backward, "
-        r"the whole step takes ([\d.]+) ms, and ([\d.]+) MiB more are on the host",
-        " ".join(found.output.split()),
-    )
-    assert said is not None, found.output
-    more_ms, overlapped_ms, shadows_mib = map(float, said.groups())
-    step = re.search(r"The plan within .*: step ([\d.]+) ms", found.output)
-    assert step is not None
-    assert float(step[1]) - more_ms < overlapped_ms < float(step[1])
-    # Gradients and two states of 4 MiB each for every block that rests there, of 16 MiB in all.
-    assert shadows_mib % 12 == 0
-    assert f"with {shadows_mib / 12 * 16:.1f} MiB of weights" in found.output
-
-
-@pytest.mark.slow
 def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ebbtide")
     without = run(HEAVY, "--budget", "60MiB", "--quick")
@@ -204,8 +151,9 @@ def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureF
     assert max(map(len, found.output.split("\nPlan: ")[0].splitlines())) <= 80
     flat = " ".join(found.output.split())
     # With two blocks on the device, 32 of 60 MiB are taken; with three there would be 48.
-    assert "64.0 MiB of weights, gradients and optimizer state" in flat
-    assert "those of 4 of 6 modules, spread evenly" in flat
+    said = "64.0 MiB are weights, gradients and optimizer state of 4 of 6 modules"
+    assert said in flat
+    assert re.search(r"The optimizer's step on the host takes [\d.]+ ms more", flat)
     assert re.search(r"\n> +60\.0 MiB .* w\n", found.output)
     roomy = json.loads(run(HEAVY, "--budget", "1GiB", "--quick", "--weights", "--json").stdout)
     by_budget = {row["budget_bytes"]: row for row in roomy["budgets"]}

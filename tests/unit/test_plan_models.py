@@ -7,26 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.errors import PolicyError
 from ebbtide.planning import Hardware
 from ebbtide.tools.models import (
     BUILT_IN,
     LLAMA_SHAPES,
     LanguageModel,
-    LanguageModelShape,
     Size,
     Task,
-    TaskFamily,
     read_model,
 )
 from ebbtide.tools.plan_tables import Study
 
 H100 = Hardware.named("h100", achievable=True)
-SMALL = LanguageModelShape(
-    width=64, num_layers=6, num_heads=4, num_kv_heads=2, inner_width=96, vocabulary=50
-)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -38,7 +32,8 @@ def test_every_built_in_model_can_be_studied(name: str) -> None:
     study = Study(read_model(name, **options), H100)
     layers = study.profile.layers
     assert sum(len(layer.storages) for layer in layers) > len(layers)
-    assert all(layer.forward_s > 0 and layer.backward_s > layer.forward_s for layer in layers)
+    saving = [layer for layer in layers if layer.storages]  # an embedding looks up, and saves little
+    assert all(layer.forward_s > 0 and layer.backward_s > layer.forward_s for layer in saving)
     assert study.smallest_bytes() < study.rule("keep all", 0).prediction.peak_bytes
 
 
@@ -68,51 +63,9 @@ def test_a_llama_at_8k_takes_as_long_as_its_arithmetic() -> None:
     # Weights, gradients and Adam's two states, each in two bytes.
     weights = 4 * width**2 + 3 * width * inner + 2 * width
     assert block.parameter_bytes == 4 * 2 * weights
-    assert sum(layer.weight_bytes for layer in profile.layers) == pytest.approx(
-        2 * 32 * weights, rel=0.03
-    )  # the head and the last norm are layers, too
-
-
-# Many equal blocks
-
-
-def small_family(build_short: bool) -> TaskFamily:
-    def build(size: Size, num_blocks: int | None = None) -> Task:
-        with torch.device("meta"):
-            model = LanguageModel(SMALL, None, num_blocks=num_blocks)
-            tokens = torch.empty(size.batch, size.length, dtype=torch.int64)
-        return Task(model, (tokens, tokens))
-
-    return TaskFamily(
-        title="small",
-        build=build,
-        size=Size(4096, 2),
-        length_name="sequence",
-        num_blocks=6 if build_short else 0,
-    )
-
-
-@pytest.mark.slow
-def test_a_stretched_profile_is_that_of_the_whole_model() -> None:
-    short, whole = (Study(small_family(each), H100) for each in (True, False))
-    assert short.names != whole.names
-    stretched, expected = short.profile, whole.profile
-    assert [layer.name for layer in stretched.layers] == [layer.name for layer in expected.layers]
-    assert stretched.after_s == pytest.approx(expected.after_s)
-    assert stretched.fixed_bytes == expected.fixed_bytes
-    for ours, theirs in zip(stretched.layers, expected.layers, strict=True):
-        assert ours.storages == theirs.storages
-        assert ours.input_same_as == theirs.input_same_as
-        assert ours.parameter_bytes == theirs.parameter_bytes
-        assert ours.backward_s == pytest.approx(theirs.backward_s)
-        assert ours.forward_working_bytes == theirs.forward_working_bytes
-        assert ours.backward_working_bytes == theirs.backward_working_bytes
-    for rule in ("keep all", "recompute all"):
-        peaks = [each.rule(rule, 0).prediction.peak_bytes for each in (short, whole)]
-        assert peaks[0] == peaks[1]
-
-
-# Layers
+    outside = 2 * 32000 * width + width  # the tokens, the head and the last norm are layers, too
+    whole = sum(layer.weight_bytes for layer in profile.layers)
+    assert whole == 2 * (32 * weights + outside)
 
 
 # A user's own model
@@ -140,67 +93,6 @@ def raises(): raise KeyError("weights.pt")
 def wants(path): return path
 def bare(batch): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(batch, 4)
 """
-
-
-def wide_family(batch: int = 8192) -> TaskFamily:
-    """Blocks of two wide parts, between a narrow entry and exit."""
-
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x).sin().exp())
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Part(), Part()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x).tanh())
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.entry, self.exit = nn.Linear(8, 64), nn.Linear(64, 8)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.entry(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.exit(x)
-
-    def build(size: Size) -> Task:
-        return Task(Model(), torch.zeros(size.batch or batch, 8))
-
-    return TaskFamily(title="wide", size=Size(None, batch), build=build)
-
-
-@pytest.mark.slow
-def test_smaller_layers_are_studied_where_less_memory_is_enough_then() -> None:
-    """A block has 2 x 3 wide matrices at once if it runs again, and a part half of them."""
-    study = Study(wide_family(), H100)
-    assert {"blocks.0", "blocks.1", "blocks.2"} <= {*study.names}
-    first, second, *others = study.granularities()
-    assert first is study
-    assert second.names.count("blocks.0.first") == 1
-    smallest = [each.smallest_bytes() for each in (first, second, *others)]
-    assert smallest == sorted(smallest, reverse=True)
-    assert study.least_bytes() == smallest[-1] < 0.7 * smallest[0]
-    within = (smallest[0] + smallest[-1]) // 2
-    with pytest.raises(BudgetError):
-        study.find(within)
-    found = study.find_in_parts(within)
-    assert found.prediction.peak_bytes <= within
-    assert len(found.plan.layers) > len(study.profile.layers)
-    assert study.find_in_parts(smallest[0]) == study.find(smallest[0])
-    with pytest.raises(BudgetError):
-        study.find_in_parts(smallest[-1] // 2)
-    assert [*study.granularities()] == [first, second, *others]
-    assert len([*Study(wide_family(), H100, ["blocks.*"]).granularities()]) == 1
 
 
 @pytest.fixture

@@ -654,19 +654,6 @@ def _cover(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[s
             yield path
 
 
-def parts_of(model: nn.Module, name: str) -> list[str]:
-    """Return the names of the modules with parameters that a module consists of, one level down.
-
-    A pass of a smaller module needs less memory at once, and so does a second forward of it. In
-    return, more of what is saved is between modules, where it can be no more than offloaded.
-
-    Args:
-        model: the model.
-        name: name of the module.
-    """
-    return list(_cover(model.get_submodule(name), f"{name}.", set()))
-
-
 # ---- Checks that a policy fits the layers of a model ----
 
 

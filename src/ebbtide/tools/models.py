@@ -58,22 +58,19 @@ class TaskFamily:
 
     Args:
         title: what it is, for people.
-        build: makes the task of a size; with ``num_blocks=``, of a model with so many blocks.
+        build: makes the task of a size.
         size: the size that was asked for.
         length_name: ``"resolution"`` or ``"sequence"``; "" if the length is None.
         dimensions: dimensions of the grid; 1 for sequences; 0 if not known.
         length_step: the sizes that count are multiples of this.
-        num_blocks: number of equal blocks in the middle of the model; 0 if it cannot be built with
-            fewer.
     """
 
     title: str
-    build: Callable[..., Task]
+    build: Callable[[Size], Task]
     size: Size
     length_name: str = ""
     dimensions: int = 1
     length_step: int = 1
-    num_blocks: int = 0
 
     def describe(self, size: Size) -> str:
         """Return a size in words, such as ``"512 x 512, batch 8"``."""
@@ -217,18 +214,15 @@ class LanguageModel(nn.Module):
     Args:
         shape: its shape.
         length: number of positions; None: no learned positions, but rotary ones, as in a Llama.
-        num_blocks: number of blocks if not that of the shape.
     """
 
-    def __init__(
-        self, shape: LanguageModelShape, length: int | None, *, num_blocks: int | None = None
-    ) -> None:
+    def __init__(self, shape: LanguageModelShape, length: int | None) -> None:
         super().__init__()
         norm = nn.RMSNorm if length is None else nn.LayerNorm
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = None if length is None else nn.Embedding(length, shape.width)
-        count = shape.num_layers if num_blocks is None else num_blocks
-        self.blocks = nn.ModuleList(_Block(shape, rotary=length is None) for _ in range(count))
+        blocks = (_Block(shape, rotary=length is None) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = norm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if length is not None:
@@ -327,18 +321,13 @@ def _mean_square(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def _shape_of(name: str, size: str) -> LanguageModelShape:
+def _make_language_model(
+    name: str, *, seq: int, batch: int, size: str
+) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     shapes = LANGUAGE_MODELS[name]
     if size.lower() not in shapes:
         raise PolicyError(f"{name} has no --size {size}; its sizes are {', '.join(shapes)}")
-    return shapes[size.lower()]
-
-
-def _make_language_model(
-    name: str, *, seq: int, batch: int, size: str, num_blocks: int | None = None
-) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    positions = seq if name == "gpt" else None
-    model = LanguageModel(_shape_of(name, size), positions, num_blocks=num_blocks).bfloat16()
+    model = LanguageModel(shapes[size.lower()], seq if name == "gpt" else None).bfloat16()
     tokens, targets = (torch.empty(batch, seq, dtype=torch.int64) for _ in range(2))
     return model, (tokens, targets)
 
@@ -407,10 +396,10 @@ def read_model(name: str, **options: int | str | None) -> TaskFamily:
     length_name = next((key for key in ("resolution", "seq") if key in chosen), "")
     size = Size(chosen.pop(length_name, None), chosen.pop("batch", None))
 
-    def build(size: Size, **more: int) -> Task:
+    def build(size: Size) -> Task:
         sizes = {length_name: size.length, "batch": size.batch}
         arguments = chosen | {key: value for key, value in sizes.items() if value is not None}
-        return _make(name, maker.function, arguments | more)
+        return _make(name, maker.function, arguments)
 
     details = "".join(f", {key} {value}" for key, value in chosen.items())
     return TaskFamily(
@@ -420,7 +409,6 @@ def read_model(name: str, **options: int | str | None) -> TaskFamily:
         length_name={"seq": "sequence"}.get(length_name, length_name),
         dimensions=maker.dimensions,
         length_step=maker.length_step,
-        num_blocks=_shape_of(name, chosen["size"]).num_layers if name in LANGUAGE_MODELS else 0,
     )
 
 

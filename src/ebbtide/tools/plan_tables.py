@@ -1,15 +1,10 @@
-"""What `ebbtide plan` studies: a training step at any size, what plans for it cost, what fits.
-
-The first part is about models with many equal blocks, of which only some are profiled.
-"""
+"""What `ebbtide plan` studies: a training step at any size, what plans for it cost, what fits."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,94 +19,15 @@ from ebbtide.planning.contest import inflight_choices, rule_plans
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import (
-    CautiousTiming,
-    PlanBudget,
-    Prediction,
-    Predictor,
-    StepTiming,
-)
-from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
-from ebbtide.planning.search import find_frugal, search
+from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction
+from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.planning.search import search
 from ebbtide.policy import parse_number
-from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
+from ebbtide.runtime.layers import covering_layers, match_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.layout import columns, indented, labelled, render
-from ebbtide.tools.models import (
-    Size,
-    Task,
-    TaskFamily,
-    read_budget_bytes,
-    read_hardware,
-    read_model,
-)
+from ebbtide.tools.models import Size, TaskFamily, read_budget_bytes, read_hardware, read_model
 from ebbtide.units import format_seconds, format_size
-
-
-def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) -> StepProfile:
-    """Return the profile of a model in which one layer is there several times.
-
-    What each layer adds to the working memory of those after it, because it is too small to be
-    offloaded or is saved outside layers, is added for each copy.
-
-    Args:
-        profile: the step of a model with fewer layers. What the layer shares with others, it shares
-            with the layer before it and the one after it.
-        index: index of the layer; the one before it is equal to it.
-        count: number of layers that take its place.
-        hardware: the machine of the profile, on which the weights are updated.
-    """
-    before, layer = profile.layers[index - 1], profile.layers[index]
-    sizes = "forward_working_bytes", "backward_working_bytes"
-    sizes_again = "unsaved_forward_bytes", "recompute_working_bytes"
-    added_bytes = max(0, layer.forward_working_bytes - before.forward_working_bytes)
-    again_bytes = max(0, (layer.unsaved_forward_bytes or 0) - (before.unsaved_forward_bytes or 0))
-
-    def later(each: LayerProfile, after: int, steps: int) -> LayerProfile:
-        """Return a layer that comes later, and with it what it shares with layers after one."""
-
-        def moved(name: StorageId) -> StorageId:
-            return StorageId(name.layer + steps * (name.layer > after), name.number)
-
-        begin, _, number = each.name.rpartition(".")
-        more = dict.fromkeys(sizes, steps * added_bytes)
-        more |= dict.fromkeys(sizes_again, steps * again_bytes)
-        grown: dict[str, Any] = {key: getattr(each, key) for key in more}
-        grown = {key: old if old is None else old + more[key] for key, old in grown.items()}
-        storages = (
-            dataclasses.replace(
-                storage,
-                same_as=storage.same_as and moved(storage.same_as),
-                sources=tuple(map(moved, storage.sources)),
-            )
-            for storage in each.storages
-        )
-        return dataclasses.replace(
-            each,
-            name=f"{begin}.{int(number) + steps}" if number.isdigit() else each.name,
-            input_same_as=each.input_same_as and moved(each.input_same_as),
-            storages=tuple(storages),
-            **grown,
-        )
-
-    copies = tuple(later(layer, -1, step) for step in range(count))
-    rest = tuple(later(each, index - 1, count - 1) for each in profile.layers[index + 1 :])
-    more_s = (count - 1) * layer.update_bytes / hardware.device_memory_bytes_per_s
-    return dataclasses.replace(
-        profile,
-        layers=profile.layers[:index] + copies + rest,
-        loss_working_bytes=profile.loss_working_bytes + (count - 1) * added_bytes,
-        after_s=profile.after_s + more_s,
-    )
-
-
-# ---- A study: profiles of one training step at any size, and what plans for it cost ----
-
-_SHORT_BLOCKS: Final = 3  # the first, the last, and one that stands for all others
-
-_HIGH: Final = (
-    0.95  # share of the most frugal plan's peak, from which layers are divided into parts
-)
 
 RULES: Final = (
     "keep all",
@@ -143,8 +59,6 @@ class Study:
         optimizer_states: tensors of the weights' size that the optimizer keeps.
         weights: whether weights, gradients and the optimizer's state may rest on the host, if that
             is faster or nothing else fits. Rules for all layers keep them on the device.
-        parts: names of modules that are the layers instead; work between them that saves something
-            is a layer, too.
 
     Attributes:
         family: as given.
@@ -161,106 +75,16 @@ class Study:
         optimizer_states: int = 2,
         *,
         weights: bool = False,
-        parts: Sequence[str] = (),
     ) -> None:
         self.family = family
         self.hardware = hardware
         self.weights = weights
-        self._between, self._named = bool(parts), bool(patterns)
         self._optimizer_states = optimizer_states
         self._profiles: dict[Size, StepProfile] = {}
         self._smallest: dict[Size, int] = {}
-        task = self._build(family.size)
-        if parts or patterns:
-            self.names = list(parts) or match_layers(task.model, list(patterns)).names
-            self._profiles[family.size] = self._profile(task)
-            return
-        self.names = covering_layers(task.model)
-        profile = self._profiles[family.size] = self._profile(task)
-        idle = {layer.name for layer in profile.layers if not layer.storages}
-        busy = [name for name in self.names if name not in idle]
-        if idle and busy and len(busy) < len(self.names):
-            self.names = busy
-            self._profiles[family.size] = self._profile(task)
-
-    @property
-    def _is_short(self) -> bool:
-        return self.family.num_blocks > _SHORT_BLOCKS
-
-    @functools.cached_property
-    def divided(self) -> Study | None:
-        """The same study with the parts of some layers as layers; None if that needs no less.
-
-        These are the layers that the peak of the most frugal plan comes from. There are none if
-        layers were named, or if one block of the model stands for many.
-        """
-        if self._named or self._is_short:
-            return None
-        profile, timing = self._at(None)
-        peaks = timing.predict(find_frugal(profile, self.hardware, timing)).peak_by_position
-        high = {
-            layer.name
-            for layer, *needed in zip(profile.layers, peaks, reversed(peaks), strict=False)
-            if max(needed) >= _HIGH * max(peaks)
-        }
-        model = self._build(self.family.size).model
-        parts = {name: parts_of(model, name) for name in self.names if name in high}
-        names = [each for name in self.names for each in parts.get(name) or [name]]
-        states = self._optimizer_states
-        finer = Study(self.family, self.hardware, (), states, weights=self.weights, parts=names)
-        return finer if finer.smallest_bytes() < self.smallest_bytes() else None
-
-    def granularities(self) -> Iterator[Study]:
-        """Yield this study, and those of ever smaller layers, as long as they need less memory."""
-        study: Study | None = self
-        while study is not None:
-            yield study
-            study = study.divided
-
-    def least_bytes(self, size: Size | None = None) -> int:
-        """Return the smallest budget of device memory, of smaller layers, too."""
-        return min(study.smallest_bytes(size) for study in self.granularities())
-
-    def find_in_parts(self, device_bytes: int, size: Size | None = None) -> Outcome:
-        """Find the fastest plan within a budget, for smaller layers if no other fits.
-
-        Raises:
-            BudgetError: no plan was found within the budget.
-        """
-        try:
-            return self.find(device_bytes, size)
-        except BudgetError:
-            if self.divided is None:
-                raise
-        return self.divided.find_in_parts(device_bytes, size)
-
-    def _build(self, size: Size) -> Task:
-        if self._is_short:
-            return self.family.build(size, num_blocks=_SHORT_BLOCKS)
-        return self.family.build(size)
-
-    def _profile(self, task: Task) -> StepProfile:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of models; they say the same at every size
-            profile = profile_with_fake_tensors(
-                task.model,
-                task.batch,
-                self.hardware,
-                layers=self.names,
-                loss=task.loss,
-                optimizer_states=self._optimizer_states,
-                between=self._between,
-            )
-        if not self._is_short:
-            return profile
-        blocks = [n for n, each in enumerate(profile.layers) if each.name.startswith("blocks.")]
-        if len(blocks) != _SHORT_BLOCKS:
-            raise PolicyError(
-                'the layers of this model must be its blocks, such as --layers "blocks.*", or be '
-                "left to ebbtide"
-            )
-        count = self.family.num_blocks - _SHORT_BLOCKS + 1
-        return stretch(profile, blocks[1], count, self.hardware)
+        model = family.build(family.size).model
+        found = match_layers(model, list(patterns)).names if patterns else covering_layers(model)
+        self.names = list(found)
 
     @property
     def profile(self) -> StepProfile:
@@ -274,7 +98,17 @@ class Study:
             PolicyError: the model cannot be built or trained at this size.
         """
         if size not in self._profiles:
-            self._profiles[size] = self._profile(self._build(size))
+            task = self.family.build(size)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of models; they say the same at every size
+                self._profiles[size] = profile_with_fake_tensors(
+                    task.model,
+                    task.batch,
+                    self.hardware,
+                    layers=self.names,
+                    loss=task.loss,
+                    optimizer_states=self._optimizer_states,
+                )
         return self._profiles[size]
 
     def budget(self, device_bytes: int) -> PlanBudget:
@@ -299,12 +133,7 @@ class Study:
         plan = search(profile, self.hardware, budget, timing, weights=self.weights)
         return Outcome(plan, timing.predict(plan))
 
-    def overlapped_s(self, plan: Plan) -> float:
-        """Return the seconds of a step under a plan if the optimizer steps inside backward."""
-        timing = StepTiming(self.profile, self.hardware, steps_in_backward=True)
-        return timing.predict(plan).step_s
-
-    def _at(self, size: Size | None) -> tuple[StepProfile, Predictor]:
+    def _at(self, size: Size | None) -> tuple[StepProfile, CautiousTiming]:
         """Return the step of a size, and what predicts it.
 
         On an accelerator, the host sees copies complete late.
@@ -389,10 +218,7 @@ def count_choices(study: Study, plan: Plan) -> dict[str, int]:
 
 
 def find_rows(
-    study: Study,
-    budget_bytes: int,
-    say: Callable[[str], None] = lambda _: None,
-    most_bytes: int | None = None,
+    study: Study, budget_bytes: int, say: Callable[[str], None] = lambda _: None
 ) -> dict[int, Outcome | None]:
     """Return a plan for each of several budgets, the largest first; None: nothing fits.
 
@@ -405,10 +231,9 @@ def find_rows(
         study: the training step.
         budget_bytes: the budget that was asked for.
         say: is told what is being looked for.
-        most_bytes: the largest budget of interest; None: that which lets everything be kept.
     """
     device_bytes = study.hardware.device_memory_bytes
-    most = most_bytes or study.rule("keep all", device_bytes).prediction.peak_bytes
+    most = study.rule("keep all", device_bytes).prediction.peak_bytes
     least = study.smallest_bytes()
     top = max(min(most, device_bytes), least)
     count = _ROWS if len(study.profile.layers) < _LONG else _ROWS_IF_LONG
@@ -451,7 +276,6 @@ METHODS: Final = {
 """Names of ways to train, and the rules that they stand for."""
 
 _MOST_UNITS: Final = 2**20
-_SURE: Final = 1e-3  # share of a peak by which a guess may be wrong to be believed further
 
 
 class Limit(NamedTuple):
@@ -479,8 +303,7 @@ def find_limits(
     """Return the largest sizes that fit into a budget of device memory.
 
     Args:
-        study: the training step, with the largest layers. Rules are about these; plans may be for
-            smaller ones.
+        study: the training step.
         device_bytes: the budget.
         say: is told what is being looked for.
     """
@@ -516,52 +339,31 @@ def _largest_size(study: Study, method: str, what: str, device_bytes: int) -> Si
     step, power = 1, 1
     if what == "length":
         step, power = family.length_step, max(1, family.dimensions)
-    known: list[tuple[int, int]] = []  # numbers of points, and their peaks
-    line: Callable[[float], float] | None = None
+    known: list[tuple[int, int]] = []  # how far a peak is above the budget, and its points
     low, high = 0, _MOST_UNITS + 1  # what fits, and what does not, in steps
     units = max(1, getattr(family.size, what) // step)
     while high - low > 1:
         units = min(max(units, low + 1), high - 1)
-        points, next_points = ((each * step) ** power for each in (units, units + 1))
-        peak_bytes = _smallest_peak_bytes(
-            study, method, family.size._replace(**{what: units * step})
-        )
-        if peak_bytes is None or peak_bytes > device_bytes:
-            high = units
-        else:
-            low = units
-            # A line that was drawn before this peak was known, and has met it, is believed further.
-            is_met = line is not None and abs(line(points) - peak_bytes) <= _SURE * peak_bytes
-            if line is not None and is_met and line(next_points) > device_bytes * (1 + 2 * _SURE):
-                break
+        size = family.size._replace(**{what: units * step})
+        peak_bytes = _smallest_peak_bytes(study, method, size)
+        fits = peak_bytes is not None and peak_bytes <= device_bytes
+        low, high = (units, high) if fits else (low, units)
         if peak_bytes is not None:
-            known.append((points, peak_bytes))
-        line = _line_through(known, device_bytes)
-        if line is None or line(1) <= line(0):
-            units = low * 2 if low else high // 2
-        else:
-            most_points = (device_bytes - line(0)) / (line(1) - line(0))
-            units = int(max(0.0, most_points) ** (1 / power) / step)
+            known.append((peak_bytes - device_bytes, (units * step) ** power))
+            known = sorted(known, key=lambda each: abs(each[0]))[:2]
+        units = low * 2 if low else high // 2
+        if len(known) == 2 and known[0][0] != known[1][0]:
+            (over, points), (other_over, other_points) = known
+            points -= over * (other_points - points) // (other_over - over)
+            units = int(max(0, points) ** (1 / power) / step)
     return family.size._replace(**{what: low * step}) if low else None
-
-
-def _line_through(
-    known: Sequence[tuple[int, int]], size_bytes: int
-) -> Callable[[float], float] | None:
-    """Return the line through the two known peaks nearest to a size; None if there are no two."""
-    if len(known) < 2:
-        return None
-    nearest = sorted(known, key=lambda each: abs(each[1] - size_bytes))[:2]
-    (first, first_bytes), (second, second_bytes) = nearest
-    per_point = (second_bytes - first_bytes) / (second - first)
-    return lambda points: first_bytes + (points - first) * per_point
 
 
 def _smallest_peak_bytes(study: Study, method: str, size: Size) -> int | None:
     """Return the peak of a size; None if it cannot be built, or the host is too small."""
     try:
         if method == PLANNED:
-            return study.least_bytes(size)
+            return study.smallest_bytes(size)
         prediction = study.rule(METHODS[method], 0, size).prediction
     except PolicyError:
         return None
@@ -574,7 +376,7 @@ def _step_s(study: Study, method: str, size: Size, device_bytes: int) -> float |
     if method != PLANNED:
         return study.rule(METHODS[method], device_bytes, size).prediction.step_s
     with contextlib.suppress(BudgetError):
-        return study.find_in_parts(device_bytes, size).prediction.step_s
+        return study.find(device_bytes, size).prediction.step_s
     return None
 
 
@@ -592,7 +394,6 @@ class Findings(NamedTuple):
         rows: plans by their budgets.
         chosen: the plan within the budget; None: nothing fits.
         limits: the largest sizes; empty: not looked for.
-        blocks_bytes: the smallest budget of the model's blocks, if these are smaller layers.
     """
 
     study: Study
@@ -600,7 +401,6 @@ class Findings(NamedTuple):
     rows: Mapping[int, Outcome | None]
     chosen: Outcome | None
     limits: Sequence[Limit]
-    blocks_bytes: int | None = None
 
 
 def build_report(found: Findings) -> str:
@@ -626,9 +426,6 @@ def _facts(found: Findings) -> Iterator[tuple[str, str]]:
     yield "saved", f"{format_size(saved)} by all layers, each storage once"
     owned = f"{format_size(parameters)} of the layers' weights, gradients, optimizer"
     yield "fixed", f"{owned}; {format_size(profile.fixed_bytes)} else"
-    if found.blocks_bytes is not None:
-        blocks = format_size(found.blocks_bytes)
-        yield "note", f"whole blocks need {blocks}, so their parts are planned"
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -684,6 +481,7 @@ def _plan(found: Findings) -> Iterator[RenderableType]:
         yield f"The smallest budget that a plan was found for is {smallest}."
         if not found.study.weights:
             yield "With --weights, weights and the optimizer's state may rest on the host, too."
+        yield "Smaller layers may need less: name parts of blocks, as --plan-layers 'blocks.*.*'."
         return
     plan, prediction = found.chosen
     gap = f", at most {plan.gap:.1%} above the optimum" if (plan.gap or 0) >= 5e-4 else ""
@@ -714,7 +512,7 @@ def _runs(pairs: Sequence[Pair]) -> Iterator[Sequence[str]]:
 
 
 def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
-    """Say what rests where, and how copies move."""
+    """Say what rests where, and whether compute waits for it."""
     assert found.chosen is not None
     plan, prediction = found.chosen
     if not prediction.host_peak_bytes:
@@ -728,32 +526,14 @@ def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
         names = {layer.name for layer in resting} & owners.keys()
         parameter_bytes = sum(layer.parameter_bytes for layer in resting)
         update_s = sum(layer.host_update_s for layer in resting)
-        what = f"{format_size(parameter_bytes)} of weights, gradients and optimizer state"
-        alone = parameter_bytes == prediction.host_peak_bytes
-        rest = f"{what} rest {where}" if alone else f"{rest}, with {what}"
-        if len(names) < len(owners):
-            rest += f", those of {len(names)} of {len(owners)} modules, spread evenly"
         rest += (
-            f". At most two layers' weights are on the device at once, and the optimizer's step on "
-            f"the host takes {format_seconds(update_s)} more"
+            f", of which {format_size(parameter_bytes)} are weights, gradients and optimizer state "
+            f"of {len(names)} of {len(owners)} modules. The optimizer's step on the host takes "
+            f"{format_seconds(update_s)} more, or less with handle.overlap"
         )
-        overlapped_s = found.study.overlapped_s(plan)
-        if overlapped_s < prediction.step_s:
-            shadow_bytes = sum(layer.shadow_bytes for layer in resting)
-            rest += (
-                f". With handle.overlap it runs beside backward, the whole step takes "
-                f"{format_seconds(overlapped_s)}, and {format_size(shadow_bytes)} more are on the "
-                f"host"
-            )
-    waits = "never waits"
-    if prediction.exposed_copy_s:
-        waits = f"waits {format_seconds(prediction.exposed_copy_s)}"
-    moving = f"up to {format_size(plan.max_inflight_bytes)} at once each way"
-    if plan.windows:
-        moving = f"as each pass has room for them, {format_size(plan.max_inflight_bytes)} at most"
-    elif not plan.max_inflight_bytes:
-        moving = "one at a time"
-    return f"{rest}. Copies move {moving}; compute {waits} for them."
+    waited_s = prediction.exposed_copy_s
+    waits = f"waits {format_seconds(waited_s)}" if waited_s else "never waits"
+    return f"{rest}. Compute {waits} for copies."
 
 
 def _size_or_dash(size_bytes: int) -> str:
@@ -767,13 +547,13 @@ def _shortened(name: str) -> str:
 def _rules(found: Findings) -> Iterator[RenderableType]:
     study, budget_bytes = found.study, found.budget_bytes
     outcomes = {name: study.rule(name, budget_bytes) for name in RULES}
-    step_s = math.nan
     if found.chosen is not None:
-        outcomes["the plan"], step_s = found.chosen, found.chosen.prediction.step_s
+        outcomes["the plan"] = found.chosen
     budget = study.budget(budget_bytes)
     rows = []
     for name, (_, prediction) in outcomes.items():
-        ratio = f"{prediction.step_s / step_s:.2f}".replace("nan", "-")
+        chosen = found.chosen and found.chosen.prediction
+        ratio = f"{prediction.step_s / chosen.step_s:.2f}" if chosen else "-"
         fits = "no" if budget.excess_bytes(prediction) else "yes"
         rows.append((name, *_costs(prediction, ratio), fits))
     heads = ("", "peak", "step", "x the plan", "waiting", "fits")
@@ -867,17 +647,9 @@ def run_plan(
     family = read_model(model, **options)
     study = Study(family, hardware, layers, states, weights=weights)
     largest = find_limits(study, budget_bytes, say) if limits else []
-    blocks_bytes = None
-    for finer in study.granularities():
-        if finer is not study:
-            blocks_bytes = blocks_bytes or study.smallest_bytes()
-            study = finer
-        if budget_bytes >= study.smallest_bytes():
-            break
-        say("the smallest budget of smaller layers")
-    rows = find_rows(study, budget_bytes, say, blocks_bytes)
+    rows = find_rows(study, budget_bytes, say)
     chosen = rows[budget_bytes]
-    found = Findings(study, budget_bytes, rows, chosen, largest, blocks_bytes)
+    found = Findings(study, budget_bytes, rows, chosen, largest)
     if chosen is not None and save is not None:
         PlannedStep(
             plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
