@@ -1,7 +1,7 @@
 """`verify`: the same training steps plainly and offloaded, in adverse orders, compared to the bit.
 
-The plain steps run twice first. What differs between the two is not deterministic by itself. Then
-the same steps run offloaded, from the same values and random numbers: once as they are, and then
+The plain steps run twice first. If the two differ, all runs take deterministic kernels. Then the
+same steps run offloaded, from the same values and random numbers: once as they are, and then
 under one `Provocation` after the other, each of which a seed can repeat alone.
 """
 
@@ -11,12 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import functools
-import importlib
-import importlib.metadata
-import math
 import random
-import statistics
 import sys
 import textwrap
 import warnings
@@ -38,7 +33,7 @@ from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import TorchDispatchMode, top_hooks, tree_leaves
-from ebbtide.units import count, few, format_size
+from ebbtide.units import count, format_size
 from ebbtide.version import __version__
 
 Loss = Callable[[Any], Tensor]
@@ -52,7 +47,7 @@ _SEED: Final = 1234  # of the random numbers that the steps begin with
 _ATTEMPTS: Final = 5  # of a run whose disk was full
 _TIGHT_BYTES: Final = 1  # whatever is larger is alone in flight
 _INDENT: Final = 10
-_SLACK: Final = 10.0  # times the difference between two plain runs
+_KINDS: Final = "losses, gradients, parameters, buffers, random states"
 
 
 @final
@@ -111,21 +106,17 @@ class VerifyReport:
         steps: training steps in each run.
         compared: how many values of a run were compared.
         runs: the offloaded runs.
-        unstable: what differs between two plain runs, and why as far as torch tells.
-        tolerance: within what part of its largest value a tensor was compared, or more if plain
-            runs differ by more in it; 0: to the bit.
         versions: of ebbtide, torch and Python.
-        kinds: what the values are.
+        deterministic: whether torch had to take deterministic kernels, as plain runs differed
+            without.
     """
 
     what: str
     steps: int
     compared: int
     runs: tuple[VerifiedRun, ...]
-    unstable: tuple[str, ...] = ()
-    tolerance: float = 0.0
     versions: str = ""
-    kinds: str = "losses, gradients, parameters, buffers, random states"
+    deterministic: bool = False
 
     @property
     def same(self) -> bool:
@@ -149,8 +140,7 @@ class VerifyReport:
         found = f"{count(len(self.runs), 'order')} the same" if bad is None else _brief(bad)
         if bad is None and not self.has_moved:
             found = "nothing was offloaded"
-        bits = "to the bit" if not self.tolerance else f"within {self.tolerance:.1e}"
-        return f"ebbtide verify: {self.what}: {found}, {bits}; {self.versions}"
+        return f"ebbtide verify: {self.what}: {found}, to the bit; {self.versions}"
 
     def document(self) -> dict[str, Any]:
         """Return the report for JSON."""
@@ -161,18 +151,16 @@ class VerifyReport:
         bad = [run for run in self.runs if not run.is_same]
         moved = max((run.moved_bytes or 0 for run in self.runs), default=0)
         what = f"; up to {format_size(moved)} moved in a run" if moved else ""
-        within = f"within {self.tolerance:.1e} of its largest" if self.tolerance else "to the bit"
+        kernels = ", by deterministic kernels" if self.deterministic else ""
         rows = [
             ("ran", self.what),
             (
                 "",
                 f"{count(self.steps, 'step')} plainly, twice, and in "
-                f"{count(len(self.runs), 'order')} offloaded{what}",
+                f"{count(len(self.runs), 'order')} offloaded{kernels}{what}",
             ),
-            ("compared", f"{self.compared} values of a run, {within}: {self.kinds}"),
+            ("compared", f"{self.compared} values of a run, to the bit: {_KINDS}"),
         ]
-        if self.unstable:
-            rows.append(("unstable", f"plain runs differ by themselves: {few(self.unstable)}"))
         if bad:
             rows += self._describe(bad)
         elif not self.has_moved:
@@ -229,7 +217,7 @@ def verify(
     *,
     steps: int = 3,
     offload: Mapping[str, Any] | None = None,
-    offloader: str | Offloader | None = None,
+    offloader: Offloader | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     microbatches: int = 1,
     orders: int = 7,
@@ -251,8 +239,7 @@ def verify(
             one, else the mean square of all that it returns.
         steps: training steps in each run.
         offload: arguments of `ebbtide.offload`. None: all activations are offloaded, however small.
-        offloader: another library's offloading is verified instead: ``"save_on_cpu"``,
-            ``"torchtune"``, ``"trl"``, ``"deepspeed"``, or a function. It is called with the model
+        offloader: another library's offloading is verified instead. It is called with the model
             for each step, and returns a context manager that surrounds the step's forwards and
             backwards. Copies and kernels are late then, the targets of copies and freed memory are
             overwritten, and nothing else is provoked. On a CPU nothing can be late, so the steps
@@ -268,7 +255,7 @@ def verify(
 
     Raises:
         PolicyError: the model cannot be offloaded like this, the plain steps give NaN, which hides
-            differences, or an argument is wrong.
+            differences, or others each time, or an argument is wrong.
     """
     if not isinstance(model, nn.Module):
         refuse("model", "a torch.nn.Module", model)
@@ -279,10 +266,9 @@ def verify(
     if offload is None:
         offload = {"activations": ActivationPolicy(min_bytes=1)}
     loss, optimizer = loss or default_loss, optimizer or _sgd
-    trial = _Trial(model, batch, loss, steps, microbatches, optimizer, offload)
-    if offloader is not None:
-        trial.offloader = find_offloader(offloader, trial.device)
-        orders = 0 if trial.device.type == "cpu" else orders
+    trial = _Trial(model, batch, loss, steps, microbatches, optimizer, offload, offloader)
+    if offloader is not None and trial.device.type == "cpu":
+        orders = 0
     put_back = note_random_numbers([trial.device])
     try:
         seeds = range(seed, seed + orders)
@@ -302,7 +288,6 @@ class Outcome:
         what: what ran: the model, its parameters, its device.
         values: what is compared.
         layers: for the names of parameters and buffers, the modules that they belong to.
-        operators: those that have no deterministic kernel, if the run was to be deterministic.
         order: the order of execution of the device, if it has several.
         moved_bytes: as of `VerifiedRun`.
     """
@@ -310,7 +295,6 @@ class Outcome:
     what: str = ""
     values: Values = dataclasses.field(default_factory=dict)
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
-    operators: list[str] = dataclasses.field(default_factory=list)
     order: str = ""
     moved_bytes: int | None = 0
 
@@ -333,7 +317,6 @@ def verify_runs(
     seeds: range,
     *,
     steps: int,
-    kinds: str = VerifyReport.kinds,
     disk_may_be_full: bool = True,
     ours: bool = True,
 ) -> VerifyReport:
@@ -343,21 +326,26 @@ def verify_runs(
         run: runs the steps.
         seeds: the seeds of the provocations.
         steps: how many steps a run has.
-        kinds: what is compared, in words.
         disk_may_be_full: whether the steps begin again after an error that says so.
         ours: whether ebbtide offloads.
 
     Raises:
-        PolicyError: the model cannot be offloaded like this, or the plain steps give NaN.
+        PolicyError: the model cannot be offloaded like this, or the plain steps give NaN, or
+            others each time.
     """
     first = run(False, None, False)
-    plain, operators = first.values, list[str]()
-    unstable = [name for name, _ in _changes(plain, run(False, None, False).values)]
-    tolerances: dict[str, float] = {}
-    if unstable:
+    plain, layers = first.values, first.layers
+    difference = _compare(plain, run(False, None, False).values, layers)
+    deterministic = difference is not None
+    if deterministic:
         plain = run(False, None, True).values
-        again = run(False, None, True)
-        operators, tolerances = again.operators, _tolerances(plain, again.values)
+        difference = _compare(plain, run(False, None, True).values, layers)
+    if difference is not None:
+        raise PolicyError(
+            f"the plain steps differ from run to run, by deterministic kernels, too: "
+            f"{difference.name}, {difference.how}; give the model the same numbers each time, and "
+            f"leave out operators of which torch warns that they have no deterministic kernel"
+        )
     for name, value in plain.items():
         if value is not None and value.is_floating_point() and value.isnan().any():
             raise PolicyError(
@@ -372,7 +360,7 @@ def verify_runs(
         what = "nothing" if provocation is None else provocation.name
         error, found = "", Outcome()
         try:
-            found = run(True, provocation, bool(unstable))
+            found = run(True, provocation, deterministic)
         except (PolicyError, ImportError):
             if runs and runs[-1].error:
                 break  # what went wrong has kept the model from being detached
@@ -382,7 +370,7 @@ def verify_runs(
             error = f"{type(raised).__name__}: {first_line}"
         difference = None
         if not error:
-            difference = _compare(plain, found.values, tolerances, first.layers)
+            difference = _compare(plain, found.values, layers)
         verified = VerifiedRun(
             seed=number, name=what, order=found.order, difference=difference, error=error,
             moved_bytes=found.moved_bytes,
@@ -394,10 +382,8 @@ def verify_runs(
         steps=steps,
         compared=len(plain),
         runs=tuple(runs),
-        tolerance=min(tolerances.values(), default=0.0),
-        kinds=kinds,
-        unstable=tuple(dict.fromkeys(operators)) or tuple(unstable),
         versions=f"ebbtide {__version__}, torch {torch.__version__}, Python {python}",
+        deterministic=deterministic,
     )
 
 
@@ -417,32 +403,16 @@ def choose_order(device: torch.device, provocation: Provocation | None) -> str:
 
 
 @contextlib.contextmanager
-def deterministic_kernels() -> Iterator[list[str]]:
-    """Within the block torch takes deterministic kernels where it has them.
-
-    Yields:
-        The operators that have none, as torch's warnings name them.
-    """
-    enabled = torch.are_deterministic_algorithms_enabled()
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Within the block torch takes deterministic kernels where it has them, if they are wanted."""
+    before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    found: list[str] = []
-    show = warnings.showwarning
-
-    def note(message: Any, category: Any, *rest: Any) -> None:
-        name, is_one, _ = str(message).partition(" does not have a deterministic")
-        if is_one:
-            found.append(name)
-        else:
-            show(message, category, *rest)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=".* does not have a deterministic")
-        warnings.showwarning = note  # type: ignore[assignment]
+    if enabled:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield found
-        finally:
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 # ---- The steps, and what is compared of them ----
@@ -454,8 +424,6 @@ class _Trial:
     """The steps of a model, and the values with which every run begins. The fields are of `verify`.
 
     Attributes:
-        offloader: of another library, if it is verified: its name, and what makes the context of
-            steps.
         device: the device on which the model trains.
     """
 
@@ -466,7 +434,7 @@ class _Trial:
     microbatches: int
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     offload: Mapping[str, Any]
-    offloader: tuple[str, Callable[[nn.Module], Context]] | None = None
+    offloader: Offloader | None
 
     def __post_init__(self) -> None:
         model, device = self.model, find_device([self.model])
@@ -499,34 +467,29 @@ class _Trial:
         """Run the steps; a `Run`."""
         outcome = Outcome(what=describe_model(self.model), layers=layers_of([self.model]))
         if self.offloader is not None:
-            outcome.what += f", offloaded by {self.offloader[0]}"
-        with contextlib.ExitStack() as stack:
-            if deterministic:
-                outcome.operators = stack.enter_context(deterministic_kernels())
-            if offloaded:
-                outcome.order = choose_order(self.device, provocation)
-                if self.offloader is None:
-                    self._train_offloaded(outcome, provocation)
-                else:
-                    self._train_with(self.offloader[1], outcome, provocation)
-            else:
+            name = getattr(self.offloader, "__qualname__", type(self.offloader).__name__)
+            outcome.what += f", offloaded by {name}"
+        with deterministic_kernels(deterministic):
+            if not offloaded:
                 self._train(outcome)
+                return outcome
+            outcome.order = choose_order(self.device, provocation)
+            if self.offloader is None:
+                self._train_offloaded(outcome, provocation)
+            else:
+                self._train_with(self.offloader, outcome, provocation)
         return outcome
 
     def _train_with(
-        self,
-        attach: Callable[[nn.Module], Context],
-        outcome: Outcome,
-        provocation: Provocation | None,
+        self, offloader: Offloader, outcome: Outcome, provocation: Provocation | None
     ) -> None:
         """Run all steps in the contexts of another library, which is provoked from outside."""
-        context = attach(self.model)
         copies = None if self.device.type == "cpu" else ProvokedCopies(self.device, provocation)
 
         @contextlib.contextmanager
         def step() -> Iterator[None]:
             before = top_hooks()
-            with copies or contextlib.nullcontext(), context():
+            with copies or contextlib.nullcontext(), offloader(self.model):
                 if copies is None and top_hooks() != before:
                     outcome.moved_bytes = None
                 yield
@@ -792,63 +755,6 @@ class ProvokedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _ATEN: Final = torch.ops.aten
 
 
-def find_offloader(
-    given: str | Offloader, device: torch.device
-) -> tuple[str, Callable[[nn.Module], Context]]:
-    """Return the offloading of another library: its name, and what makes the context of steps.
-
-    Args:
-        given: its name, or a user's function.
-        device: the device on which the model trains.
-
-    Raises:
-        PolicyError: it is not there, or offloads nothing on this device.
-    """
-    if not isinstance(given, str):
-        name = getattr(given, "__qualname__", type(given).__name__)
-        return name, lambda model: functools.partial(given, model)
-    if given not in _OFFLOADERS:
-        raise PolicyError(
-            f"there is no offloader {given!r}; give {', '.join(_OFFLOADERS)}, or a function of "
-            f"the model that returns a context manager"
-        )
-    module, needs = _OFFLOADERS[given]
-    if needs == "CUDA" != device.type.upper() or (needs and device.type == "cpu"):
-        raise PolicyError(f"{given} needs {needs}, and the model is on {device.type}")
-    try:
-        library = importlib.import_module(module)
-        version = importlib.metadata.version(module.partition(".")[0])
-    except Exception as error:
-        raise PolicyError(
-            f"{given} cannot be verified here: importing {module} raises "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    name = f"{given} of torch {version}" if given == "save_on_cpu" else f"{given} {version}"
-    return name, functools.partial(_attach, given, library)
-
-
-def _attach(name: str, library: Any, model: nn.Module) -> Context:
-    """Make the context of steps. As in the libraries' own trainers, all steps have one manager."""
-    if name == "save_on_cpu":
-        return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
-    is_deepspeed = name == "deepspeed"
-    make = library.CheckpointHiddenStatesOffload if is_deepspeed else library.OffloadActivations
-    manager: AbstractContextManager[Any] = make()
-    if hasattr(manager, "update_model_params"):  # TRL leaves out what it finds to be parameters
-        manager.update_model_params(model)
-    return lambda: manager
-
-
-_CHECKPOINTING: Final = "deepspeed.runtime.activation_checkpointing"
-_OFFLOADERS: Final = {
-    "save_on_cpu": ("torch.autograd.graph", ""),
-    "torchtune": ("torchtune.training", "CUDA"),
-    "trl": ("trl.models.activation_offloading", "an accelerator"),
-    "deepspeed": (f"{_CHECKPOINTING}.offload_activations", "an accelerator"),
-}
-"""The module of each, and what it needs."""
-
-
 # ---- The comparison ----
 
 
@@ -866,54 +772,15 @@ def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(_bytes_of(one), _bytes_of(other))
 
 
-def _changes(plain: Values, got: Values) -> Iterator[tuple[str, Tensor | None]]:
+def _compare(plain: Values, got: Values, layers: Mapping[str, str]) -> Difference | None:
+    """Return the first difference; None if there is none."""
     names = [*plain, *(name for name in got if name not in plain)]
-    for name in names:
-        if not _same_bits(plain.get(name), got.get(name)):
-            yield name, got.get(name)
-
-
-def _part(expected: Tensor | None, got: Tensor | None) -> float:
-    """By which part of its largest value a tensor differs; infinite if it is another tensor."""
-    if expected is None or got is None or expected.shape != got.shape:
-        return float("inf")
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return float("inf")
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    apart = (got.to(wide) - expected.to(wide)).abs()
-    if not bool(apart.isfinite().all()):
-        return float("inf")
-    largest = float(expected.to(wide).abs().max())
-    return float(apart.max()) / largest if largest else float("inf")
-
-
-def _tolerances(plain: Values, again: Values) -> dict[str, float]:
-    """Return by which part of its largest value each tensor may differ, by its name.
-
-    A tensor in which the two plain runs do not happen to differ may differ by as much as the median
-    of the others, and one that is nothing but rounding errors by more. Without any difference
-    between the two, there are no tolerances.
-    """
-    parts = {name: _part(plain.get(name), value) for name, value in _changes(plain, again)}
-    if not parts:
-        return {}
-    usual = statistics.median([part for part in parts.values() if math.isfinite(part)] or [0.0])
-    return {name: _SLACK * max(usual, parts.get(name, 0.0)) for name in plain}
-
-
-def _compare(
-    plain: Values, got: Values, tolerances: Mapping[str, float], layers: Mapping[str, str]
-) -> Difference | None:
-    different = [
-        (name, value)
-        for name, value in _changes(plain, got)
-        if not tolerances or _part(plain.get(name), value) > tolerances.get(name, 0.0)
-    ]
+    different = [name for name in names if not _same_bits(plain.get(name), got.get(name))]
     if not different:
         return None
-    name, value = different[0]
+    name = different[0]
     layer = layers.get(name.rpartition(" ")[2], "")
-    return Difference(name, layer, _how(plain.get(name), value), len(different))
+    return Difference(name, layer, _how(plain.get(name), got.get(name)), len(different))
 
 
 def _how(expected: Tensor | None, got: Tensor | None) -> str:
@@ -921,13 +788,14 @@ def _how(expected: Tensor | None, got: Tensor | None) -> str:
         return "missing" if got is None else "there, but plainly there is none"
     if expected.shape != got.shape or expected.dtype is not got.dtype:
         return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
-    number = int((expected != got).sum())
-    part = _part(expected, got)
-    of = f"{number:,} of {expected.numel():,} elements"
-    if part != float("inf"):
-        return f"{of}, at most by {part:.2g} of the largest"
-    bad = got.is_floating_point() or got.is_complex()
-    return f"{of}, {int((~got.isfinite()).sum()) if bad else 0:,} of them not finite"
+    of = f"{int((expected != got).sum()):,} of {expected.numel():,} elements"
+    if not (got.is_floating_point() or got.is_complex()):
+        return of
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    apart, largest = (got.to(wide) - expected.to(wide)).abs().max(), expected.to(wide).abs().max()
+    if not apart.isfinite():
+        return f"{of}, {int((~got.isfinite()).sum()):,} of them not finite"
+    return f"{of}, at most by {float(apart / largest):.2g} of the largest"
 
 
 def layers_of(models: Iterable[nn.Module]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,19 @@ def build(layer: type[nn.Module]) -> tuple[nn.Module, Tensor]:
 
 
 MODELS = {"gates": Gate, "fused": Fused}
+
+
+# ---- Libraries that are installed
+
+
+def save_on_cpu(_: nn.Module) -> AbstractContextManager[object]:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+def trl(model: nn.Module) -> AbstractContextManager[object]:
+    manager = pytest.importorskip("trl.models.activation_offloading").OffloadActivations()
+    manager.update_model_params(model)  # it leaves out what it finds to be parameters
+    return manager
 
 
 # ---- What the issues describe

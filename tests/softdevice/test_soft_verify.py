@@ -40,20 +40,20 @@ def test_a_defect_that_an_issue_describes_is_found(flaw: str, device: torch.devi
     assert report.same == (not flaw), str(report)
 
 
-@pytest.mark.parametrize("name", ["save_on_cpu", "trl"])
-def test_a_library_that_is_right_raises_no_alarm(name: str, device: torch.device) -> None:  # noqa: ARG001
-    if name == "trl":
-        pytest.importorskip("trl.models.activation_offloading")
+@pytest.mark.parametrize("offloader", [peer_offloaders.save_on_cpu, peer_offloaders.trl])
+def test_a_library_that_is_right_raises_no_alarm(
+    offloader: peer_offloaders.Made,
+    device: torch.device,  # noqa: ARG001
+) -> None:
     model, batch = peer_offloaders.build(peer_offloaders.Gate)
-    report = ebbtide.verify(model, batch, offloader=name, orders=7)
+    report = ebbtide.verify(model, batch, offloader=offloader, orders=7)
     assert report.same, str(report)
 
 
 def test_trl_frees_a_tensor_that_backward_returns(device: torch.device) -> None:  # noqa: ARG001
     """In TRL 1.16. ebbtide offloads the same model right."""
-    pytest.importorskip("trl.models.activation_offloading")
     model, batch = peer_offloaders.build(peer_offloaders.Fused)
-    report = ebbtide.verify(model, batch, offloader="trl", orders=7)
+    report = ebbtide.verify(model, batch, offloader=peer_offloaders.trl, orders=7)
     assert not report.same and report.has_moved, str(report)
     everything = {"activations": ebbtide.ActivationPolicy(min_bytes=1)}
     report = ebbtide.verify(model, batch, offload=everything, orders=7)

@@ -32,7 +32,9 @@ def test_every_built_in_model_can_be_studied(name: str) -> None:
     study = Study(read_model(name, **options), H100)
     layers = study.profile.layers
     assert sum(len(layer.storages) for layer in layers) > len(layers)
-    saving = [layer for layer in layers if layer.storages]  # an embedding looks up, and saves little
+    saving = [
+        layer for layer in layers if layer.storages
+    ]  # an embedding looks up, and saves little
     assert all(layer.forward_s > 0 and layer.backward_s > layer.forward_s for layer in saving)
     assert study.smallest_bytes() < study.rule("keep all", 0).prediction.peak_bytes
 

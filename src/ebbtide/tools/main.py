@@ -383,8 +383,8 @@ def verify(
         orders (N): How many provocations are tried.
         seed (N): Seed of the first; the others have the next ones.
         device (DEVICE): module:function only: where it trains, such as cuda.
-        offloader (NAME): module:function only: verify another library, which is save_on_cpu,
-            torchtune, trl, deepspeed, or module:function of the model.
+        offloader (FUNCTION): module:function only: verify another library's offloading, which is
+            module:function of the model and returns the context of a step.
         json: Print all figures as JSON instead of the report.
     """
     from ebbtide.tools.found_models import RunOptions

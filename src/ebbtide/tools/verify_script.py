@@ -72,7 +72,6 @@ def verify_script(
         run,
         seeds,
         steps=steps,
-        kinds="losses, gradients, parameters, buffers, random states",
         disk_may_be_full=False,
     )
 
@@ -119,7 +118,7 @@ def verify_function(
         options: how the model is offloaded.
         steps: training steps in each run.
         seeds: the seeds of the provocations.
-        offloader: another library that is verified, or a function of the model; None: ebbtide.
+        offloader: ``module:function`` of another library's offloading; None: ebbtide.
     """
     model, batch, loss = read_task(address, find_function(address)())
     if device is not None:
@@ -128,9 +127,7 @@ def verify_function(
     offload = options.arguments(model, frugal=False)
     if options.weights:
         offload["weights"] = WeightPolicy(min_bytes=1)
-    given: Any = offloader
-    if offloader is not None and ":" in offloader:
-        given = find_function(offloader)
+    given = None if offloader is None else find_function(offloader)
     return verify(
         model, batch, loss, steps=steps, offload=offload, offloader=given, orders=len(seeds),
         seed=seeds.start,
@@ -245,8 +242,7 @@ def _run_here(
         return provoked_device(torch_device, provocation, is_planned=planned)
 
     with contextlib.ExitStack() as stack:
-        if deterministic:
-            outcome.operators = stack.enter_context(deterministic_kernels())
+        stack.enter_context(deterministic_kernels(deterministic))
         engines = stack.enter_context(devices_made_by(make))
         if options is not None:
             RunSession(script, options, quiet=True).begin()
