@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
@@ -27,6 +27,10 @@ from loops import on_device
 from zoo import assert_bitwise_equal, tensors_in
 
 WIDTH = 16
+
+
+def _saves_products(_: Any, operation: Any, *__: Any, **___: Any) -> bool:
+    return operation is torch.ops.aten.addmm.default
 
 
 class Block(nn.Module):
@@ -42,6 +46,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "plain":
             return self.compute(x)
+        if self.kind == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
+            return checkpoint(self.compute, x, use_reentrant=False, context_fn=contexts)
         return checkpoint(self.compute, x, use_reentrant=self.kind == "reentrant")
 
     def compute(self, x: Tensor) -> Tensor:
@@ -465,6 +472,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied with a module outside": _outside,
     "frozen": _frozen,
     "checkpoint": lambda: Net(*[Block("checkpoint") for _ in range(4)]),
+    "selective checkpoint": lambda: Net(*[Block("selective") for _ in range(4)]),
     "reentrant checkpoint": lambda: Net(*[Block("reentrant") for _ in range(4)]),
     "channels_last": lambda: Net(*[Convolution() for _ in range(3)]).to(
         memory_format=torch.channels_last

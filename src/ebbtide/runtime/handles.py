@@ -37,6 +37,7 @@ from ebbtide.runtime.record import (
 from ebbtide.runtime.torch_internals import (
     identity_of,
     neg_view,
+    outside_modes,
     release_identity,
     storage_of_identity,
 )
@@ -353,7 +354,8 @@ class Call(NamedTuple):
             return self._run(inputs)
 
     def _run(self, inputs: Sequence[Tensor]) -> Tensor:
-        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        plain = torch.autocast(inputs[0].device.type, enabled=False)
+        with outside_modes(), torch.no_grad(), plain:
             return self.recipe.rebuild(inputs, self.constants, self.dtype)
 
 

@@ -44,7 +44,12 @@ from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
-from ebbtide.runtime.torch_internals import in_backward, top_hooks
+from ebbtide.runtime.torch_internals import (
+    has_modes,
+    in_backward,
+    outside_modes,
+    top_hooks,
+)
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import (
     SavedDigests,
@@ -264,7 +269,7 @@ def recompute_later(
     if state.is_lazy:  # only this forward knows the shapes of its weights
         account.note_verifying()
         return forward(*args, **kwargs)
-    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device)
+    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device), has_modes()
     verified = account.verifications.find(kind)
     if verified is None:
         account.note_verifying()
@@ -389,7 +394,8 @@ class _Call:
         args, kwargs = self.arguments.put_together(tensors)
         weights = self.recomputing.weights
         opened = nullcontext() if weights is None else weights.open(self.module)
-        with self.state.put_back(), opened, saved_tensors_hooks(pack, _same):
+        # Outside: the program may have entered a mode for its backward only.
+        with outside_modes(), self.state.put_back(), opened, saved_tensors_hooks(pack, _same):
             try:
                 result = self.forward(*args, **kwargs)
                 saved.finish()

@@ -480,7 +480,7 @@ class ForwardLog:
         task: id of autograd's graph task that last read one of the forward's saved tensors.
         settings: what the kernels of the forward depended on when it saved tensors, such as the
             number of threads; None before, and on an accelerator.
-        is_mixed: whether they have depended on different settings.
+        is_mixed: whether they have depended on different settings, or run under a dispatch mode.
     """
 
     def __init__(self, learned: AccessOrder | None, number: int = 0) -> None:

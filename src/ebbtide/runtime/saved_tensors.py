@@ -37,6 +37,7 @@ from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import (
     NestedTensor,
+    has_dispatch_modes,
     hooks_are_enabled,
     is_written_down,
     parts_of,
@@ -505,8 +506,11 @@ class SavedTensorHooks:
         activations = self._activations
         if scope.unwritten and scope.unwritten[0][0] != sequence_number():
             activations.begin_copies(scope.unwritten)
-        if self._finds_settings and self._placement.may_rebuild:
-            scope.forward.note_settings(kernel_settings())
+        if self._placement.may_rebuild:
+            if self._finds_settings:
+                scope.forward.note_settings(kernel_settings())
+            if has_dispatch_modes():  # what it has computed may be what no kernel gives
+                scope.forward.is_mixed = True
         record = activations.find(storage._cdata, tensor._version)
         if record is not None and not self._may_share(record, tensor, scope):
             record = None

@@ -6,6 +6,7 @@ named. `devices` is below this file and asks torch itself whether the profiler r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
@@ -21,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -145,15 +147,42 @@ def is_written_down() -> bool:
 
 
 def has_dispatch_modes() -> bool:
-    """Whether a mode of the calling thread sees its operations. Autograd's threads have none."""
+    """Whether a mode sees the operations of the calling thread, and may change their results."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
-function_modes: Final[Any] = torch.overrides._get_current_function_mode_stack
-"""The modes that see calls of torch's functions."""
+def has_modes() -> bool:
+    """Whether a mode sees what the calling thread does, and may change it.
 
-DefaultDevice: Final = DeviceContext
-"""The mode of `torch.set_default_device`."""
+    The mode of `torch.set_default_device` is none of these.
+    """
+    if has_dispatch_modes():
+        return True
+    if not torch._C._len_torch_function_stack():
+        return False
+    overrides: Any = torch.overrides
+    modes = overrides._get_current_function_mode_stack()
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+_AS_IT_IS: Final = contextlib.nullcontext()
+
+
+def outside_modes() -> contextlib.AbstractContextManager[object]:
+    """Return a block in which no mode sees the thread's operations, and inference mode is off.
+
+    A selective checkpoint (`create_selective_checkpoint_contexts`) has modes that count operations,
+    and each must occur as often when it runs again.
+    """
+    is_seen = has_dispatch_modes() or torch.is_inference_mode_enabled()
+    return _without_modes() if is_seen else _AS_IT_IS
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with _disable_current_modes(), torch.inference_mode(False):
+        yield
+
 
 group_by_device_and_dtype: Final[Any] = _group_tensors_by_device_and_dtype
 has_foreach_support: Final[Any] = _has_foreach_support

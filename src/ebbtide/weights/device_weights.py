@@ -26,6 +26,7 @@ from ebbtide.runtime.torch_internals import (
     current_graph_task,
     current_node,
     in_backward,
+    outside_modes,
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
@@ -168,18 +169,15 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def _with_the_lock(method: _Method) -> _Method:
     """Run a method with the gate's lock held, after the deaths were noted.
 
-    It runs outside `torch.inference_mode`, whose tensors could not be used in training. If it
-    raises, the transfers note the error: see [Note: interrupts].
+    It runs outside `torch.inference_mode`, whose tensors could not be used in training, and outside
+    dispatch modes. If it raises, the transfers note the error: see [Note: interrupts].
     """
 
     @functools.wraps(method)
     def call(self: DeviceWeights, *args: Any, **kwargs: Any) -> Any:
-        with self._transfers, self._transfers.gate:
+        with outside_modes(), self._transfers, self._transfers.gate:
             self.note_deaths()
-            if not torch.is_inference_mode_enabled():
-                return method(self, *args, **kwargs)
-            with torch.inference_mode(False):
-                return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
 

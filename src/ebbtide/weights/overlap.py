@@ -42,12 +42,10 @@ from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.torch_internals import (
     SCHEDULED,
-    DefaultDevice,
     count_storage_users,
-    function_modes,
     group_by_device_and_dtype,
-    has_dispatch_modes,
     has_foreach_support,
+    has_modes,
     note_step,
 )
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
@@ -181,12 +179,8 @@ def _is_plain() -> bool:
 
     A default device is no matter: the worker makes no state.
     """
-    modes = function_modes()
     return not (
-        any(not isinstance(mode, DefaultDevice) for mode in modes)
-        or has_dispatch_modes()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_inference_mode_enabled()
+        has_modes() or torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled()
     )
 
 
