@@ -136,6 +136,15 @@ def test_parameters_that_take_the_place_of_others(tmp_path: Path) -> None:
         assert_same(mine, plain, optimizer, expected)
         addresses = {parameter.address for parameter in handle.inspect().parameters}
         assert addresses == {parameter.data_ptr() for parameter in mine.parameters()}
+        assert _all_in_files([p.grad for p in mine.parameters()], tmp_path)
+
+
+def _all_in_files(tensors: list[Tensor], directory: Path) -> bool:
+    """Whether the memory of these tensors is that of files in a directory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    places = [line.split()[0].split("-") for line in lines if str(directory) in line]
+    mapped = [range(int(begin, 16), int(end, 16)) for begin, end in places]
+    return all(any(each.data_ptr() in part for part in mapped) for each in tensors)
 
 
 def test_checkpoints_and_shared_layers() -> None:

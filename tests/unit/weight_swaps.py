@@ -128,6 +128,20 @@ def by_vector(model: Tied, average: list[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def by_swapping(model: Tied, average: list[Tensor]) -> Iterator[None]:
+    """As `model.to` does with `torch.__future__.set_swap_module_params_on_conversion`."""
+    others = [nn.Parameter(value) for value in average]
+
+    def swap() -> None:
+        for p, other in zip(model.parameters(), others, strict=True):
+            torch.utils.swap_tensors(p, other)
+
+    swap()
+    yield
+    swap()
+
+
+@contextlib.contextmanager
 def by_transposing(model: Tied, average: list[Tensor]) -> Iterator[None]:  # noqa: ARG001
     """The same memory read in another order: no pointer changes."""
     for block in model.blocks:
@@ -147,6 +161,7 @@ SWAPS: dict[str, Swap] = {
         by_attribute,
         by_dict,
         by_vector,
+        by_swapping,
         by_transposing,
     )
 }

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 _AUTOGRAD: Final[Any] = torch._C._autograd
 
@@ -120,6 +121,13 @@ exchange_tensors: Final[Any] = torch._C._swap_tensor_impl
 
 `torch.utils.swap_tensors` is public. It refuses tensors that are referred to weakly.
 """
+
+
+def has_hook(tensor: Any, handle: RemovableHandle) -> bool:
+    """Whether a tensor has the hook that `register_post_accumulate_grad_hook` gave a handle of."""
+    hooks = tensor._post_accumulate_grad_hooks
+    return hooks is not None and handle.hooks_dict_ref() is hooks
+
 
 without_function_subclasses: Final[Any] = torch._C.DisableTorchFunctionSubclass
 no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
 from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
@@ -24,7 +24,13 @@ from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
-from ebbtide.runtime.torch_internals import in_backward, is_written_down, modules_of, tree_leaves
+from ebbtide.runtime.torch_internals import (
+    has_hook,
+    in_backward,
+    is_written_down,
+    modules_of,
+    tree_leaves,
+)
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
 from ebbtide.stores.measured_memory import return_freed_memory
@@ -742,9 +748,7 @@ class MappedWeights(AbstractWeights):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recent: list[WeightGroup] = []  # groups whose pages may be in RAM, oldest first
-        self._handles: list[Any] = []
-        # The program decides how long a parameter lives that another one has replaced.
-        self._watched = WeakIdKeyDictionary()
+        self._watched: dict[OffloadedParameter, RemovableHandle] = {}
         super().__init__(*args, **kwargs)
         self._reader = self._device.lane("ebbtide-weights-read", "disk")
         for group in self.groups:
@@ -754,9 +758,10 @@ class MappedWeights(AbstractWeights):
     def _begin_forward(self) -> None:
         self._adopt_all()
         for _, member in self.members():
-            if member.parameter not in self._watched and member.parameter.requires_grad:
-                self._watch(member.parameter)
-                self._watched[member.parameter] = None
+            parameter, known = member.parameter, self._watched.get(member)
+            is_watched = known is not None and has_hook(parameter, known)  # or it is another one
+            if parameter.requires_grad and not is_watched:
+                self._watched[member] = self._watch(parameter)
 
     def enter(self, group: WeightGroup) -> None:
         """See the base class. This pages out the groups used before the last two."""
@@ -780,8 +785,8 @@ class MappedWeights(AbstractWeights):
             self.enter(group)
 
     def _close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        while self._watched:
+            self._watched.popitem()[1].remove()
         self._reader.close()
         for group in self.groups:
             group.forget_memory()
@@ -805,12 +810,12 @@ class MappedWeights(AbstractWeights):
             about = Subject(group.layer, 0, group.size_bytes, group.kind)
             recorder.copy("reload", about, read)
 
-    def _watch(self, parameter: torch.Tensor) -> None:
+    def _watch(self, parameter: torch.Tensor) -> RemovableHandle:
         """Register a hook that moves a parameter's new gradient to the group's file."""
         # A parameter owns its hooks, and the garbage collector cannot see them: a hook that refers
         # to the parameter would keep a model that is dropped without `detach` alive for ever.
         hook = call_weakly(self._take_gradient)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         found, gradient = self.find(parameter), parameter.grad
