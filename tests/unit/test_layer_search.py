@@ -318,6 +318,24 @@ def test_a_handle_shows_its_layers_in_the_order_of_their_calls() -> None:
         assert handle.layers == ("inc", "down1", "down2", "up1", "up2")
 
 
+def test_numbered_attributes_of_a_model_without_blocks() -> None:
+    """As in the first Fourier neural operators, and in the small nets of many tutorials."""
+    first = [nn.Conv2d(4, 4, 3) for _ in range(4)]
+    names = ("conv0", "w0", "conv1", "w1", "fc1", "fc2")
+    beside = {"fc": nn.Linear(4, 4), "norm1": nn.BatchNorm2d(4), "norm2": nn.BatchNorm2d(4)}
+    other = {"head1": nn.Conv1d(4, 4, 1), "head2": nn.Linear(4, 4)}  # not of one class
+    modules = dict(zip(names, (*first, nn.Linear(4, 4), nn.Linear(4, 4)), strict=True))
+    model = holding(**modules, **beside, **other)
+    assert find_layers(model).names == list(names)
+    assert find_layers(holding(net=model)).names == [f"net.{name}" for name in names]
+    assert not find_layers(holding(conv1=nn.Conv2d(4, 4, 3), fc1=nn.Linear(4, 4))).names
+    convolutions = nn.ModuleList(nn.Conv2d(4, 4, 3) for _ in range(3))
+    assert find_layers(holding(c=convolutions, **modules)).names == names_of("c.{1}", 3)
+    # Blocks are what a user would name.
+    blocks = nn.ModuleList(mlps(3))
+    assert find_layers(holding(blocks=blocks, **modules)).names == names_of("blocks.{1}", 3)
+
+
 def test_every_block_of_a_resnet_leaves_with_the_same_bits() -> None:
     """One layer of each stage, and not only those of the last: activations and weights."""
 

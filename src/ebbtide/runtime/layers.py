@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import string
 import sys
 import weakref
 from collections import Counter
@@ -327,8 +328,9 @@ def find_layers(model: nn.Module) -> LayerModules:
     - A module beside the blocks that is made of the same parts, such as a UNet's ``mid_block``, is
       a block.
 
-    A model without such blocks has the elements of its lists of simpler modules, such as linear
-    maps, as its layers.
+    A model without such blocks has simpler modules, such as linear maps, as its layers: the
+    elements of its lists, or else attributes of one class that are numbered: the ``conv0``,
+    ``conv1`` ... and ``w0``, ``w1`` ... of the first Fourier neural operators.
 
     Returns:
         The blocks in the order in which the model defines them; empty if it has none.
@@ -381,6 +383,9 @@ class _Search:
         for least in (_FAMILY,) if in_lists else (_FAMILY, 2):
             for name, holder in self._holders:
                 self._add_families(name, holder, least)
+        if not self._found:
+            for name, holder in self._holders:
+                self._add_numbered(name, holder)
         # Blocks, or simpler modules, too, if blocks hold hardly any parameters.
         blocks = self._blocks()
         chosen = blocks if _size(blocks) >= _ENOUGH * _size(self._found) else list(self._found)
@@ -561,6 +566,19 @@ class _Search:
             if child in family or between or self._is_like(child, family):
                 for inside in child.modules():
                     self._found.pop(inside, None)
+                self._add(child_name, child)
+
+    def _add_numbered(self, name: str, holder: nn.Module) -> None:
+        """Add attributes whose names differ in a number at their end, as if they were in a list."""
+        entries = [
+            (child_name, child)
+            for child_name, child in _entries(name, holder)
+            if child_name[-1].isdigit() and self._count(child) and _is_callable(child)
+        ]
+        kinds = [(each.rstrip(string.digits), class_of(child)) for each, child in entries]
+        counts = Counter(kinds)
+        for (child_name, child), kind in zip(entries, kinds, strict=True):
+            if counts[kind] > 1:
                 self._add(child_name, child)
 
     def _add(self, name: str, module: nn.Module, num_calls: int = 1, alone: bool = False) -> None:
