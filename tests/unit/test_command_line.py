@@ -156,9 +156,9 @@ def test_mistakes_are_refused_at_once_and_named_as_they_were_typed(line: str, wo
 
 def test_arguments_of_python_are_said_as_options() -> None:
     error = PolicyError("num_layers=9 is out of range; name them, layers=['0', '1']")
-    assert in_options(error) == (
-        "--num-layers 9 is out of range; name them, --layers '0' --layers '1'"
-    )
+    assert in_options(error) == ("--num-layers=9 is out of range; name them, --layers=['0', '1']")
+    error = PolicyError("try weights=ebbtide.WeightPolicy() or more layers in the store")
+    assert in_options(error) == "try --weights or more layers in the store"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

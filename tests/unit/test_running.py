@@ -83,7 +83,7 @@ def test_a_part_that_is_trained_first_gives_way_to_the_whole() -> None:
         assert watched.names == ["Linear", "Net"] and watched.steps == [1, 2]
 
 
-def test_a_model_whose_blocks_are_called_one_by_one_is_one_model() -> None:
+def test_parts_that_the_script_calls_one_by_one_are_models() -> None:
     def by_hand(model: Net) -> Tensor:
         x = batch()
         for block in model.blocks:
@@ -94,9 +94,7 @@ def test_a_model_whose_blocks_are_called_one_by_one_is_one_model() -> None:
     expected = [step(plain, lambda _: by_hand(plain)) for _ in range(3)]
     with watching() as watched:
         found = [step(model, lambda _: by_hand(model)) for _ in range(3)]
-        assert is_offloaded(model) or is_offloaded(model.blocks)
-        assert sum(handle is None for handle in watched.left_alone) <= 2
-        assert watched.session.finder.found[-1].num_steps > 0
+        assert watched.names == ["Block"] * 8 + ["Linear"] and watched.steps == [3] * 9
     assert all(torch.equal(a, b) for a, b in zip(chain(*expected), chain(*found), strict=True))
 
 

@@ -131,33 +131,15 @@ def add_command(
 
 # ---- Messages are about arguments in Python; on the command line these are options ----
 
-_OPTIONS: Final = {
-    "weights=ebbtide.WeightPolicy()": "--weights",
-    "name its layers, such as layers=[model.encoder, model.decoder]": "name some by --layers",
-    'store="disk:/some/dir"': "--store disk:/some/dir",
-    "num_layers=": "--num-layers ",
-    "keep_last=": "--keep-last ",
-    "layers=": "--layers ",
-    "layers: ": "--layers: ",
-}
+_ARGUMENTS: Final = re.compile(
+    r"\b(num_layers|keep_last|min_bytes|host_budget)\b|\b(weights|layers|store)(?==)|^(mode|store)\b"
+)
 
 
 def in_options(error: Exception) -> str:
     """Say what is wrong and what to change in the words of the command line."""
-    text = str(error)
-    for argument, option in _OPTIONS.items():
-        text = text.replace(argument, option)
-    text = re.sub(r"^(mode|store)\b", r"--\1", text)
-    text = re.sub(r"\b(num_layers|keep_last|min_bytes|host_budget)\b", _as_option, text)
-    return re.sub(r"--layers \[([^\]]*)\]", _repeat_layers, text)
-
-
-def _as_option(argument: re.Match[str]) -> str:
-    return f"--{argument[0].replace('_', '-')}"
-
-
-def _repeat_layers(names: re.Match[str]) -> str:
-    return " ".join(f"--layers {name}" for name in names[1].split(", "))
+    text = str(error).replace("weights=ebbtide.WeightPolicy()", "--weights")
+    return _ARGUMENTS.sub(lambda name: f"--{name[0].replace('_', '-')}", text)
 
 
 # ---- One line on standard error that says what is under way ----

@@ -47,7 +47,7 @@ from ebbtide.runtime.torch_internals import (
 from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.tools.machine import find_directory
-from ebbtide.units import format_size, parse_budget_bytes
+from ebbtide.units import parse_budget_bytes
 from ebbtide.weights.parameters import Conversion, moves_to
 
 
@@ -82,28 +82,20 @@ class RunOptions:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget is not None and self.plan is not None:
-            raise PolicyError("--budget makes a plan and --plan follows one; leave one of them out")
         find_directory(self.store)
-        if self.plan is not None and not self.plan.is_file():
-            raise PolicyError(f"--plan {self.plan}: there is no such file")
+        if self.is_planned:
+            check_budgeted(self.activations, None, given_twice=None not in (self.budget, self.plan))
         if self.host_budget is not None:
             parse_host_budget(self.host_budget, name="--host-budget")
         if self.budget is not None:
             parse_budget_bytes(self.budget, name="--budget")
         if self.plan is not None:
+            if not self.plan.is_file():
+                raise PolicyError(f"--plan {self.plan}: there is no such file")
             try:
                 load_plan(self.plan)
             except PolicyError as error:
                 raise PolicyError(f"--plan {self.plan}: {error}") from None
-            if self.layers:
-                raise PolicyError(
-                    "a plan names the layers that it was made for; leave out --layers"
-                )
-        if self.is_planned and _but_for_sizes(self.activations) != ActivationPolicy():
-            raise PolicyError(
-                "a plan says itself what leaves; leave out --num-layers, --keep-last and --mode"
-            )
 
     @property
     def asks_for_something(self) -> bool:
@@ -144,19 +136,6 @@ class RunOptions:
         if self.budget is None:
             return None
         return parse_budget_bytes(self.budget, memory_of(device).total_bytes)
-
-    def describe(self) -> str:
-        """Say in a line what is done where no plan decides."""
-        policy = self.activations
-        which = "activations" if policy.num_layers is None else f"{policy.num_layers} layers"
-        if policy.keep_last:
-            which += f" but the last {policy.keep_last} layers"
-        what = {
-            "offload": f"{which} of {format_size(int(policy.min_bytes))} or more leave",
-            "recompute": f"{which} computed again in backward",
-            "recompute+offload": f"{which} computed again in backward, inputs leave",
-        }[policy.mode]
-        return what + (", and so do weights" if self.weights else "")
 
 
 def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
@@ -431,11 +410,7 @@ def _is_settled(model: FoundModel) -> bool:
 # [Note: which module is the model] A model is the outermost module that is called while autograd
 # records, that has trained parameters, and that is not called by a backward, as a checkpoint
 # does. A module that is called inside of it is a part of it. Code that calls the parts of a model
-# one by one seems to train many models. If the third of them has a module around it that also
-# holds two others, that module is offloaded in their place: its hooks also notice calls of its
-# parts.
-
-_MOST_PARTS: Final = 2  # of one module that count as models of their own
+# one by one trains as many models.
 
 
 @final
@@ -579,20 +554,6 @@ class ModelFinder:
         inside = {id(each) for each in module.modules()}
         return [each for each in self.found if each.is_offloaded and id(each.model()) in inside]
 
-    def _find_common_owner(self, module: nn.Module) -> nn.Module | None:
-        """Return the smallest module that holds a module and some offloaded models."""
-        if sum(model.is_offloaded for model in self.found) < _MOST_PARTS:
-            return None
-        # Not isinstance: some objects pretend to have another class, and run code to do so.
-        modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
-        owners = [
-            each
-            for each in modules
-            if any(inner is module for inner in each.modules())
-            and len(self._parts_of(each)) >= _MOST_PARTS
-        ]
-        return min(owners, key=lambda owner: sum(1 for _ in owner.modules()), default=None)
-
     # ---- what is done about a model -----------------------------------------------------------
 
     def _meet(self, module: nn.Module, device: torch.device | None = None) -> FoundModel:
@@ -603,23 +564,18 @@ class ModelFinder:
             device: the device that it is to compute on; None: that of its parameters.
         """
         gc.collect()  # a model that the script has dropped may be in a cycle, and holds memory
-        owner = None if self._parts_of(module) else self._find_common_owner(module)
-        chosen = module if owner is None else owner
-        for part in self._parts_of(chosen):
-            part.detach(f"it is now a part of {type(chosen).__name__}, which is trained as a whole")
+        for part in self._parts_of(module):
+            part.detach(f"it is now a part of {type(module).__name__}, which is trained as a whole")
             self._forget(part)
-        model = FoundModel(chosen, device)
+        model = FoundModel(module, device)
         others = [each.model() for each in self.found if each.is_offloaded]
-        model.left_alone = find_obstacle(chosen, [each for each in others if each is not None])
+        model.left_alone = find_obstacle(module, [each for each in others if each is not None])
         self.found.append(model)
         if self.memory is None and (self._options.budget or model.device.type != "cpu"):
             self.memory = memory_of(model.device)
             self.budget_bytes = self._options.budget_bytes(model.device)
-        if owner is not None:
-            model.notes.append("its parts are called one by one")
-            self._known[owner] = model
         if model.left_alone is None:
-            self._attach(model, chosen, by_parts=owner is not None)
+            self._attach(model, module)
         if model.left_alone is not None and model.left_alone != OWN_OFFLOAD:
             self._say(f"{model.name} is left alone: {model.left_alone}")
         return model
@@ -629,21 +585,18 @@ class ModelFinder:
         for module in [each for each, known in self._known.items() if known is model]:
             del self._known[module]
 
-    def _attach(self, model: FoundModel, module: nn.Module, *, by_parts: bool = False) -> None:
+    def _attach(self, model: FoundModel, module: nn.Module) -> None:
         """Offload a model, or note why that cannot be done.
 
         If it is because of what the user asked for, and no other model has been offloaded so, the
         process ends.
         """
-        budgeted = self._options.budget is not None
-        model.waits_for_turn = budgeted and not by_parts and not is_next(model, self.found)
-        frugal = budgeted and (by_parts or model.waits_for_turn)
+        waits = self._options.budget is not None and not is_next(model, self.found)
+        model.waits_for_turn = frugal = waits
         arguments = self._options.arguments(module, frugal=frugal)
         if home_of(next(module.parameters())).type != model.device.type:
             arguments["device"] = model.device  # and it does not fit there, see `begin_move`
             arguments["weights"] = WeightPolicy() if frugal else arguments["weights"]
-        if by_parts and budgeted:
-            model.notes.append("so there is no plan: all that can leave does")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._is_attaching = True

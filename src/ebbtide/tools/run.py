@@ -8,13 +8,14 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import runpy
 import sys
 import textwrap
 import types
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, TextIO, final
+from typing import Any, Final, NoReturn, TextIO, cast, final
 
 import torch
 from torch import nn
@@ -66,68 +67,39 @@ class MainScript:
         Raises:
             ScriptNotFoundError: the module cannot be found, or a directory has no ``__main__.py``.
         """
-        before = sys.modules["__main__"]
-        _set_search_path(os.getcwd() if self._is_module else "")  # first: it finds the module
-        sys.argv[:] = ["-m" if self._is_module else self.name, *self.arguments]
+        sys.argv[:] = [self.name, *self.arguments]
         path = os.path.abspath(self.name)
-        is_file = not self._is_module and os.path.isfile(path) and not zipfile.is_zipfile(path)
         if self._is_module:
-            spec = _find_module(self.name)
-            sys.argv[0] = spec.origin or self.name
-            _set_search_path(os.getcwd())
-        elif is_file:
-            loader = importlib.machinery.SourceFileLoader("__main__", path)
-            spec = importlib.machinery.ModuleSpec("__main__", loader, origin=path)
-            spec.has_location = True
-            _set_search_path(os.path.dirname(os.path.realpath(path)))
-        else:
-            spec = _find_main_in(path)
+            _set_search_path(os.getcwd())  # first: the module is looked for there
+            if not _has_module(self.name):
+                raise ScriptNotFoundError(f"there is no module {self.name}")
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        if os.path.isdir(path) or zipfile.is_zipfile(path):
+            spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+            if spec is None:
+                raise ScriptNotFoundError(f"{path} has no __main__.py, so it cannot be run")
             _set_search_path(path)
-        module = importlib.util.module_from_spec(spec)
-        vars(module).update(__name__="__main__", __builtins__=sys.modules["builtins"])
-        if is_file:
-            module.__spec__ = module.__package__ = None
-        sys.modules["__main__"] = module
-        exec(_read_code(spec, keep=not is_file), module.__dict__)
+            module, loader = importlib.util.module_from_spec(spec), cast(Any, spec.loader)
+            code = loader.get_code("__main__")
+        else:
+            _set_search_path(os.path.dirname(os.path.realpath(path)))
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            # Not by the loader, whose frames would be in the traceback of a wrong syntax.
+            code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+            module = types.ModuleType("__main__")
+            vars(module).update(__file__=path, __loader__=loader)
+        vars(module).update(__builtins__=sys.modules["builtins"])
+        before, sys.modules["__main__"] = sys.modules["__main__"], module
+        exec(code, vars(module))
         del before  # until now, or its globals would have gone while its code runs
 
 
-def _read_code(spec: importlib.machinery.ModuleSpec, *, keep: bool) -> types.CodeType:
-    """Return the code of a module. If it is to keep it, Python writes what it compiles to a cache.
-
-    Raises:
-        ScriptNotFoundError: the module has no code that can be run.
-    """
-    loader: Any = spec.loader
-    if not keep:
-        # Not by the loader, whose frames would be in the traceback of a wrong syntax.
-        path = str(spec.origin)
-        return compile(loader.get_data(path), path, "exec", dont_inherit=True)
-    code: types.CodeType | None = loader.get_code(spec.name)
-    if code is None:
-        raise ScriptNotFoundError(f"{spec.name} is not written in Python, so it cannot be run")
-    return code
-
-
-def _find_main_in(path: str) -> importlib.machinery.ModuleSpec:
-    """Find the ``__main__.py`` of a directory or an archive."""
-    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
-    if spec is None:
-        raise ScriptNotFoundError(f"{path} has no __main__.py, so it cannot be run")
-    return spec
-
-
-def _find_module(name: str) -> importlib.machinery.ModuleSpec:
-    """Find a module, or the ``__main__`` of a package, as ``python -m`` does."""
+def _has_module(name: str) -> bool:
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        raise ScriptNotFoundError(f"there is no module {name} ({error})") from None
-    if spec is None:
-        raise ScriptNotFoundError(f"there is no module {name}, or it has no __main__")
-    return spec
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def script_frames(error: BaseException) -> types.TracebackType | None:
@@ -135,25 +107,17 @@ def script_frames(error: BaseException) -> types.TracebackType | None:
 
     Python prints such a traceback as it would if it had run the script itself.
     """
-    kept = []
+    kept: list[types.TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
-        kept.append(trace)
+        if trace.tb_frame.f_code is MainScript.run.__code__:
+            kept.clear()  # what is around the script
+        elif Path(trace.tb_frame.f_code.co_filename).parent != Path(__file__).parent:
+            kept.append(trace)
         trace = trace.tb_next
-    ours = [number for number, each in enumerate(kept) if _is_ours(each)]
-    begin = next((n for n, each in enumerate(kept) if _is_main(each)), max(ours, default=-1) + 1)
-    kept = [each for each in kept[begin:] if not _is_ours(each)]
     for number, each in enumerate(kept):
         each.tb_next = kept[number + 1] if number + 1 < len(kept) else None
     return kept[0] if kept else None
-
-
-def _is_main(trace: types.TracebackType) -> bool:
-    return trace.tb_frame.f_globals is vars(sys.modules["__main__"])
-
-
-def _is_ours(trace: types.TracebackType) -> bool:
-    return Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent
 
 
 def _set_search_path(first: str) -> None:
@@ -166,6 +130,7 @@ def _set_search_path(first: str) -> None:
 
 _JIT: Any = torch.jit._recursive
 _LABEL_WIDTH: Final = 10
+_MAY_LEAVE: Final = "is not below --min-bytes, a parameter, or needed for a second backward"
 
 
 @final
@@ -395,11 +360,10 @@ class RunSession:
             elif self._options.is_planned:
                 none = "none until other models have theirs" if model.waits_for_turn else "none"
                 yield "plan", f"{none}; all that can leave does"
-            else:
-                yield "policy", self._options.describe()
             yield "last step", _describe_step(last)
-            if (why := _why_nothing_left(plan is not None, last)) is not None:
-                yield "why", why
+            left_bytes = last.offloaded_bytes + last.rebuilt_bytes + last.recomputed_bytes
+            if plan is None and not left_bytes + last.weight_reload_bytes:
+                yield "why", f"nothing was saved that {_MAY_LEAVE}"
             yield "steps", f"{model.num_steps:,}"
         if model.budget_error is not None:
             yield "error", in_options(model.budget_error)
@@ -421,21 +385,6 @@ class RunSession:
 def _describe_step(step: StepStats) -> str:
     done = describe_fates(step) or "nothing was saved"
     return f"{done}; waited {step.stall_s:.3f} s for copies"
-
-
-def _why_nothing_left(is_planned: bool, step: StepStats) -> str | None:
-    """Say why nothing was offloaded; None if something was."""
-    left_bytes = step.offloaded_bytes + step.rebuilt_bytes + step.recomputed_bytes
-    if left_bytes or step.weight_reload_bytes:
-        return None
-    if not step.num_saved:
-        return "autograd saved nothing that ebbtide could see"
-    if is_planned:
-        return "nothing left, because there is room for all of it"
-    return (
-        "nothing left: what is saved is below --min-bytes, a parameter, or needed for a second "
-        "backward"
-    )
 
 
 def _model_entry(model: FoundModel) -> dict[str, Any]:
