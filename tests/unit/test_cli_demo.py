@@ -122,7 +122,7 @@ def refused(options: list[str], out: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--modes", "none,magic"], "'magic' is not one of none, save_on_cpu, rebuild, ebbtide"),
+        (["--modes", "none,magic"], "'magic' is not one of none, save_on_cpu, ebbtide"),
         (["--modes", "save_on_cpu", "--device", "cpu"], "save_on_cpu needs an accelerator"),
         (["--resolution", "8"], "--resolution must be 32 or more"),
         (["--batch-size", "0"], "--batch-size must be 1 or more"),

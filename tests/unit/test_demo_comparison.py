@@ -23,9 +23,9 @@ from ebbtide.tools.demo import (
     StepResult,
     build_table,
     compare,
+    describe_copies,
     digest,
     first_difference,
-    limits,
     run_demo,
 )
 
@@ -83,8 +83,7 @@ def render(config: DemoConfig, results: list[ModeResult]) -> str:
     console = Console(width=80, record=True, file=io.StringIO())
     by_mode = {each.mode: each for each in results}
     console.print(build_table(config, by_mode))
-    for line in limits(by_mode):
-        console.print(line)
+    console.print(describe_copies(by_mode))
     return console.export_text()
 
 

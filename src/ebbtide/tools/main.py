@@ -115,8 +115,7 @@ def demo(
         steps (N): Training steps of each mode, 3 or more; all but the first two are timed. 15, or 6
             with --quick.
         modes (NAMES): What to compare: none (no offload), save_on_cpu (PyTorch's own, on an
-            accelerator), rebuild (ebbtide without moving anything), ebbtide. Without it all but
-            rebuild.
+            accelerator), ebbtide. Without it all of them.
         device (DEVICE): Where to train: auto, cpu, cuda, cuda:1, xpu ...
         store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered.
         out (DIR): Directory for the figures and the page.
