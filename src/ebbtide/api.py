@@ -169,14 +169,14 @@ def offload(
     """
     warn_of_untested("torch", torch.__version__, TESTED_TORCH[1])
     if callable(model) and not isinstance(model, nn.Module | type | OffloadHandle):
-        _refuse_arguments_of_layers(
-            weights=weights,
-            layers=layers,
-            schedule=schedule,
-            budget=budget,
-            plan=plan,
-            materialize=materialize,
-        )
+        of_layers: dict[str, object] = {"weights": weights, "layers": layers, "schedule": schedule}
+        of_layers |= {"budget": budget, "plan": plan, "materialize": materialize}
+        for name, value in of_layers.items():
+            if value is not None:
+                raise PolicyError(
+                    f"{name} needs the layers of a module, and a callable has none; offload the "
+                    f"module itself, ebbtide.offload(model, {name}=...), or leave {name} out"
+                )
         return wrap_forward_with_offload(
             model,
             activations=activations,
@@ -349,20 +349,6 @@ def wrap_forward_with_offload(
     wrapped.handle = OffloadHandle(engine, (), undo, forward=known, owner=wrapped)
     _LOG.info("wrap_forward_with_offload: %r; activations: %s", wrapped.handle, policy)
     return wrapped
-
-
-def _refuse_arguments_of_layers(**given: object) -> None:
-    """Check that none of the arguments was given that a callable, which has no layers, cannot take.
-
-    Raises:
-        PolicyError: one was.
-    """
-    for name, value in given.items():
-        if value is not None:
-            raise PolicyError(
-                f"{name} needs the layers of a module, and a callable has none; offload the module "
-                f"itself, ebbtide.offload(model, {name}=...), or leave {name} out"
-            )
 
 
 def _find_home(device: torch.device | str | None) -> torch.device | None:

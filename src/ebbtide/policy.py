@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import operator
 from collections.abc import Iterable
@@ -163,30 +162,12 @@ def check_model(model: object) -> None:
     Raises:
         PolicyError: it is something else.
     """
-    if isinstance(model, type):
-        refuse("model", "an nn.Module", model, f"make one first: {model.__name__}(...)")
-    if isinstance(model, torch.jit.ScriptModule):
-        advice = "torch.jit allows no hooks on it; offload the module before you script or trace it"
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        advice = (
+            "give the module whose forward your training loop calls, before torch.jit scripts it; "
+            "for a function, ebbtide.offload(model.forward)"
+        )
         refuse("model", "an nn.Module that is no script module", model, advice)
-    if isinstance(model, nn.Module):
-        return
-    advice = "give the module whose forward your training loop calls"
-    if isinstance(model, list | tuple):
-        advice = "offload each model, or the module that holds them, such as nn.Sequential(*layers)"
-    elif inspect.isroutine(model):
-        advice = "for a function or a bound forward, use ebbtide.offload(model.forward)"
-    refuse("model", "an nn.Module", model, advice)
-
-
-_POLICIES: Final = (  # argument, its class, what it is without arguments, how to write none of it
-    (
-        "activations",
-        ActivationPolicy,
-        "all that are large enough",
-        "write activations=ebbtide.ActivationPolicy(num_layers=0, rebuild=False) for none",
-    ),
-    ("weights", WeightPolicy, "the weights of all layers", "leave it out to offload no weights"),
-)
 
 
 def check_arguments(*, activations: object, trace: object, weights: object = None) -> None:
@@ -200,21 +181,14 @@ def check_arguments(*, activations: object, trace: object, weights: object = Non
     Raises:
         PolicyError: one is something else.
     """
-    for (name, kind, whole, none), given in zip(_POLICIES, (activations, weights), strict=True):
-        if given is None or isinstance(given, kind):
-            continue
-        advice = f"write {name}=ebbtide.{kind.__name__}(...), and see its arguments"
-        if given is True or given is kind:
-            advice = f"write {name}=ebbtide.{kind.__name__}() for {whole}"
-        elif given is False:
-            advice = none
-        elif isinstance(given, ActivationPolicy):
-            advice = "an ActivationPolicy goes to activations=..."
-        elif isinstance(given, WeightPolicy):
-            advice = "a WeightPolicy goes to weights=..."
-        refuse(name, f"an ebbtide.{kind.__name__} or None", given, advice)
-    advice = "to write a file, use handle.trace.save(path) after a step"
-    check_switch("trace", trace, advice if isinstance(trace, str) else "")
+    for name, kind, given in (
+        ("activations", ActivationPolicy, activations),
+        ("weights", WeightPolicy, weights),
+    ):
+        if given is not None and not isinstance(given, kind):
+            advice = f"write {name}=ebbtide.{kind.__name__}() for all, num_layers=0 in it for none"
+            refuse(name, f"an ebbtide.{kind.__name__} or None", given, advice)
+    check_switch("trace", trace)
 
 
 def check_budgeted(
@@ -247,14 +221,14 @@ def check_budgeted(
     return ActivationPolicy(mode="recompute+offload", rebuild=False, min_bytes=given.min_bytes)
 
 
-def check_switch(name: str, value: object, advice: str = "") -> None:
+def check_switch(name: str, value: object) -> None:
     """Check that an argument is True or False.
 
     Raises:
         PolicyError: it is something else.
     """
     if not isinstance(value, bool):
-        refuse(name, "True or False", value, advice)
+        refuse(name, "True or False", value)
 
 
 def check_modules(name: str, modules: object) -> None:
@@ -277,15 +251,13 @@ def check_layers(layers: object) -> None:
     Raises:
         PolicyError: it is something else.
     """
-    kind = "a list of modules and of patterns such as 'blocks.*'"
-    if isinstance(layers, str):
-        raise PolicyError(f"layers is a list: write layers=[{layers!r}]")
     single = isinstance(layers, nn.Module) and not isinstance(layers, _LISTS)
-    if single or isinstance(layers, type) or not isinstance(layers, Iterable):
-        advice = "write layers=[model.encoder, ...]"
-        if isinstance(layers, int):
-            advice = "to choose how many layers, write ebbtide.ActivationPolicy(num_layers=...)"
-        refuse("layers", kind, layers, advice)
+    if single or isinstance(layers, str | type) or not isinstance(layers, Iterable):
+        advice = (
+            "write layers=[model.encoder, ...]; to choose how many layers, "
+            "ebbtide.ActivationPolicy(num_layers=...)"
+        )
+        refuse("layers", "a list of modules and of patterns such as 'blocks.*'", layers, advice)
 
 
 def parse_device(device: Any) -> torch.device | None:
