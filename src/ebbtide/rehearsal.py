@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from ebbtide.devices.device import Layer
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
-from ebbtide.observe.recording import Recording
 from ebbtide.observe.trace import Trace
 from ebbtide.policy import ActivationPolicy, refuse
-from ebbtide.runtime.activations import Activations
-from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
-from ebbtide.runtime.handles import Saved, restore
-from ebbtide.runtime.parameter_index import ParameterIndex
-from ebbtide.runtime.rebuild import Placement
-from ebbtide.runtime.saved_tensors import SavedTensorHooks
-from ebbtide.runtime.transfers import Transfers
-from ebbtide.schedule import Direction, Pass, Schedule, Unit
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.runtime.engine import devices_made_by
+from ebbtide.schedule import Direction, Schedule, Unit
+from ebbtide.session import OffloadSession
 from ebbtide.units import parse_size_bytes
 
 _LARGEST_BYTES: Final = 4096  # size that the largest layer is scaled down to
@@ -72,52 +64,37 @@ def rehearse(
         )
     scale = max(real_bytes.values()) / _LARGEST_BYTES
     device = SimulatedDevice(0, 0.0, bandwidth_bytes_per_s / scale, timely=True)
-    store = PinnedStore(device, slab_bytes=64 * _LARGEST_BYTES)
-    transfers = Transfers(device, store, bound_bytes=0, traced=True)
-    transfers.account.listener = recording = Recording(device)
-    activations = Activations(transfers)
-    executor = ScheduleExecutor(ScheduleMode(schedule), activations)
-    placement = Placement(ActivationPolicy(min_bytes=1, rebuild=False), layers_only=True)
-    hooks = SavedTensorHooks(activations, placement, ParameterIndex([]))
-    last = {each.unit: each for each in schedule.order}
-    kept: dict[Unit, Saved] = {}
-
-    def run_forward(unit: Unit, duration_s: float) -> None:
-        """Compute, and then save one tensor."""
-        records, log = executor.begin_unit(unit)
-        hooks.begin()
-        activations.scopes.begin_layer(
-            Layer(unit.layer, ""), offloads=records.leaves, unit=records, forward=log
+    with devices_made_by(lambda _: device):
+        session = OffloadSession(
+            schedule=schedule,
+            device="cpu",
+            activations=ActivationPolicy(min_bytes=1, rebuild=False),
+            trace=True,
         )
-        device.compute(duration_s)
-        size_bytes = max(1, round(real_bytes[unit.layer] / scale))
-        kept[unit] = hooks.pack(torch.zeros(size_bytes, dtype=torch.uint8, device="cpu"))
-        activations.scopes.end_layer()
-        hooks.end()
-
-    def run_backward(each: Pass, duration_s: float) -> None:
-        """Read the saved tensor, and then compute."""
-        executor.begin_backward_of(each.unit, each.direction)
-        restore(kept[each.unit])
-        device.compute(duration_s)
-        if each == last[each.unit]:
-            del kept[each.unit]
-
+    last = {each.unit: each for each in schedule.order}
+    factor = torch.ones((), requires_grad=True, device="cpu")
+    graphs: dict[Unit, Any] = {}
     for each in schedule.order:
-        layer = each.unit.layer
+        layer, microbatch = each.unit.layer, each.unit.microbatch
+        duration_s = _positive("forward_s", forward_s, layer)
         if each.is_forward:
-            run_forward(each.unit, _positive("forward_s", forward_s, layer))
+            with torch.enable_grad(), session.layer(layer, microbatch=microbatch):
+                device.compute(duration_s)
+                size = max(1, round(real_bytes[layer] / scale / factor.itemsize))
+                graphs[each.unit] = (factor * torch.zeros(size, device="cpu")).grad_fn
             continue
-        if backward_s is None:
-            duration_s = 2 * _positive("forward_s", forward_s, layer)
-        else:
+        duration_s *= 2
+        if backward_s is not None:
             duration_s = _positive("backward_s", backward_s, layer)
         whole = each.direction is Direction.BACKWARD
-        run_backward(each, duration_s if whole else duration_s / 2)
-    kept.clear()
-    transfers.poll()
-    events = recording.trace.events
-    transfers.close()
+        session.begin_backward(layer, microbatch=microbatch, part=each.direction.value)
+        _ = graphs[each.unit]._saved_other  # is needed now
+        device.compute(duration_s if whole else duration_s / 2)
+        if each == last[each.unit]:
+            del graphs[each.unit]
+    graphs.clear()
+    events = session.trace.events
+    session.close()
     origin_s = min((event.begin_s for event in events), default=0.0)
     return Trace(
         dataclasses.replace(
