@@ -316,8 +316,9 @@ def _choose_schedule(
         if num_layers is not None or model_layers is not None:
             raise PolicyError("the schedule says how many layers there are; leave the counts out")
         return schedule, False
-    if schedule is not None and not isinstance(schedule, str):
-        refuse("schedule", 'an ebbtide.Schedule or "manual"', schedule)
+    if schedule not in (None, "manual"):
+        advice = "text is read by Schedule.parse(text)"
+        refuse("schedule", 'an ebbtide.Schedule or "manual"', schedule, advice)
     if isinstance(num_layers, nn.Module):
         refuse("num_layers", "the number of layers that leave", num_layers, "see modules=[model]")
     if model_layers is None:
@@ -326,11 +327,6 @@ def _choose_schedule(
         if num_layers is not None:
             raise PolicyError('with schedule="manual" you say what leaves; leave num_layers out')
         return manual({}, model_layers), True
-    if schedule is not None:
-        raise PolicyError(
-            f'schedule must be a Schedule or "manual", got {schedule!r}; text is read by '
-            f"Schedule.parse(text)"
-        )
     if num_layers is None:
         raise PolicyError("give num_layers, how many of the layers leave, or a schedule")
     return default(num_layers, model_layers), False

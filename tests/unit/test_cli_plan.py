@@ -250,7 +250,6 @@ def test_a_model_that_fits_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["llamma"], "did you mean llama?"),
         (["warp"], "give one of fno1d, fno2d, fno3d, tfno, uno, gpt, llama, or module:function"),
         (["gpt", "--resolution", "4"], "gpt has no --resolution; it takes --seq"),
         (["llama", "--size", "9b"], "its sizes are 1b, 3b, 7b, 8b"),

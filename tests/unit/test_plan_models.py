@@ -121,7 +121,7 @@ def test_a_users_function_is_called_with_what_it_takes(module: str) -> None:
     ("address", "options", "message"),
     [
         ("{}:alone", {}, "must return .model, batch. .* not Linear"),
-        ("{}:bad_loss", {}, "must be a function of the model's output, not a int"),
+        ("{}:bad_loss", {}, "and a function last, not Linear, Tensor, int"),
         ("{}:raises", {}, "fails when it is called with .*weights.pt"),
         ("{}:wants", {}, "has a parameter 'path' without a default"),
         ("{}:bare", {}, "needs to know its batch: give --batch"),
@@ -129,7 +129,7 @@ def test_a_users_function_is_called_with_what_it_takes(module: str) -> None:
         ("{}:build", {"resolution": 64, "seq": 64}, "has no --seq; it takes --resolution, --batch"),
         ("{}:build", {"width": 64}, "has no --width"),
         ("{}:build", {"batch": 0}, "--batch must be 1 or more"),
-        ("{}:absent", {}, "its functions are build, with_loss"),
+        ("{}:absent", {}, "has no function 'absent'"),
         ("{}_absent:build", {}, "cannot be imported from here"),
         (":build", {}, "not of the form module:function"),
     ],

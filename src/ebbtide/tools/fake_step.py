@@ -477,14 +477,7 @@ def fake_copies(
         copied(tensor, name)
     # What is in the memo is not copied but replaced.
     memo = {address: fake for address, (fake, _) in copies.items()}
-    try:
-        fake_model = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise PolicyError(
-            f"a model is copied to be profiled, and this {type(model).__name__} cannot be "
-            f"copied ({type(error).__name__}: {error}). ebbtide.offload(model, budget=...) "
-            f"plans it from its first training step"
-        ) from error
+    fake_model = copy.deepcopy(model, memo)
     return fake_model, tree_map_only(Tensor, copied, batch)
 
 
@@ -637,10 +630,9 @@ def explained(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise PolicyError(
-            f"{type(model).__name__} could not be trained for a step with fake tensors, which have "
-            f"no values ({type(error).__name__}: {error}). If the step runs with real tensors, the "
-            f"model's code looks at values: ebbtide.offload(model, budget=...) plans such a model "
-            f"from its first training step"
+            f"{type(model).__name__} could not be copied and trained for a step with fake tensors, "
+            f"which have no values ({type(error).__name__}: {error}). If the step runs with real "
+            f"tensors, ebbtide.offload(model, budget=...) plans the model from its first one"
         ) from error
 
 
