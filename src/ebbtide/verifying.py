@@ -24,22 +24,18 @@ from torch import Tensor, nn
 
 from ebbtide.api import offload as offload_model
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.provoked import FreedMemoryPoison, Provocation, ProvokedDevice, find_sleep
-from ebbtide.devices.simulated import POISON
+from ebbtide.devices.provoked import Provocation, ProvokedDevice
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
 from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.torch_internals import TorchDispatchMode, top_hooks, tree_leaves
+from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import count, format_size
 from ebbtide.version import __version__
 
 Loss = Callable[[Any], Tensor]
-Context = Callable[[], AbstractContextManager[Any]]
-"""Makes what surrounds one training step: its forwards and backwards."""
-Offloader = Callable[[nn.Module], AbstractContextManager[Any]]
 Values = dict[str, Tensor | None]
 """Copies on the host of what a run computed, by name, in the order in which a run computes them."""
 
@@ -79,8 +75,7 @@ class VerifiedRun:
         order: the order of execution of a device that has several; "" for others.
         difference: from the plain run; None: the same bits.
         error: what the run raised; "" if nothing.
-        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded; in another library,
-            copied from the device to the host. None: on a CPU, where nobody counts that.
+        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded.
     """
 
     seed: int | None
@@ -88,7 +83,7 @@ class VerifiedRun:
     order: str = ""
     difference: Difference | None = None
     error: str = ""
-    moved_bytes: int | None = 0
+    moved_bytes: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -126,7 +121,7 @@ class VerifyReport:
     @property
     def has_moved(self) -> bool:
         """Whether anything was offloaded; if not, nothing was verified."""
-        return any(run.moved_bytes is None or run.moved_bytes for run in self.runs)
+        return any(run.moved_bytes for run in self.runs)
 
     @property
     def first_different(self) -> VerifiedRun | None:
@@ -149,7 +144,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         bad = [run for run in self.runs if not run.is_same]
-        moved = max((run.moved_bytes or 0 for run in self.runs), default=0)
+        moved = max((run.moved_bytes for run in self.runs), default=0)
         what = f"; up to {format_size(moved)} moved in a run" if moved else ""
         kernels = ", by deterministic kernels" if self.deterministic else ""
         rows = [
@@ -217,7 +212,6 @@ def verify(
     *,
     steps: int = 3,
     offload: Mapping[str, Any] | None = None,
-    offloader: Offloader | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     microbatches: int = 1,
     orders: int = 7,
@@ -239,11 +233,6 @@ def verify(
             one, else the mean square of all that it returns.
         steps: training steps in each run.
         offload: arguments of `ebbtide.offload`. None: all activations are offloaded, however small.
-        offloader: another library's offloading is verified instead. It is called with the model
-            for each step, and returns a context manager that surrounds the step's forwards and
-            backwards. Copies and kernels are late then, the targets of copies and freed memory are
-            overwritten, and nothing else is provoked. On a CPU nothing can be late, so the steps
-            run once, as they are.
         optimizer: makes the optimizer from the parameters. None: SGD with momentum.
         microbatches: forwards in a step before their backwards, as in a pipeline. With 2, two
             graphs are alive at once.
@@ -265,14 +254,12 @@ def verify(
             refuse(name, f"a number of at least {least}", value)
     if offload is None:
         offload = {"activations": ActivationPolicy(min_bytes=1)}
-    loss, optimizer = loss or default_loss, optimizer or _sgd
-    trial = _Trial(model, batch, loss, steps, microbatches, optimizer, offload, offloader)
-    if offloader is not None and trial.device.type == "cpu":
-        orders = 0
+    loss, optimizer = loss or default_loss, optimizer or sgd
+    trial = Trial(model, batch, loss, steps, microbatches, optimizer, offload)
     put_back = note_random_numbers([trial.device])
     try:
         seeds = range(seed, seed + orders)
-        return verify_runs(trial.run, seeds, steps=steps, ours=offloader is None)
+        return verify_runs(trial.run, seeds, steps=steps)
     finally:
         trial.restore()
         trial.give_back_gradients()
@@ -296,11 +283,10 @@ class Outcome:
     values: Values = dataclasses.field(default_factory=dict)
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     order: str = ""
-    moved_bytes: int | None = 0
+    moved_bytes: int = 0
 
     def note_moved(self, stats: StepStats) -> None:
         """Count what moved in a step."""
-        assert self.moved_bytes is not None
         self.moved_bytes += stats.offloaded_bytes + stats.rebuilt_bytes
         self.moved_bytes += stats.recomputed_bytes + stats.weight_reload_bytes
 
@@ -317,8 +303,7 @@ def verify_runs(
     seeds: range,
     *,
     steps: int,
-    disk_may_be_full: bool = True,
-    ours: bool = True,
+    draw: Callable[[int], Provocation] = Provocation.draw,
 ) -> VerifyReport:
     """Run training steps plainly, and offloaded under provocations.
 
@@ -326,8 +311,7 @@ def verify_runs(
         run: runs the steps.
         seeds: the seeds of the provocations.
         steps: how many steps a run has.
-        disk_may_be_full: whether the steps begin again after an error that says so.
-        ours: whether ebbtide offloads.
+        draw: returns what a seed provokes.
 
     Raises:
         PolicyError: the model cannot be offloaded like this, or the plain steps give NaN, or
@@ -354,9 +338,7 @@ def verify_runs(
             )
     runs = list[VerifiedRun]()
     for number in (None, *seeds):
-        provocation = None
-        if number is not None:
-            provocation = Provocation.draw(number, fails=disk_may_be_full, ours=ours)
+        provocation = None if number is None else draw(number)
         what = "nothing" if provocation is None else provocation.name
         error, found = "", Outcome()
         try:
@@ -420,7 +402,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 @final
 @dataclasses.dataclass
-class _Trial:
+class Trial:
     """The steps of a model, and the values with which every run begins. The fields are of `verify`.
 
     Attributes:
@@ -434,7 +416,6 @@ class _Trial:
     microbatches: int
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     offload: Mapping[str, Any]
-    offloader: Offloader | None
 
     def __post_init__(self) -> None:
         model, device = self.model, find_device([self.model])
@@ -466,37 +447,13 @@ class _Trial:
     def run(self, offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
         """Run the steps; a `Run`."""
         outcome = Outcome(what=describe_model(self.model), layers=layers_of([self.model]))
-        if self.offloader is not None:
-            name = getattr(self.offloader, "__qualname__", type(self.offloader).__name__)
-            outcome.what += f", offloaded by {name}"
         with deterministic_kernels(deterministic):
-            if not offloaded:
-                self._train(outcome)
-                return outcome
-            outcome.order = choose_order(self.device, provocation)
-            if self.offloader is None:
+            if offloaded:
+                outcome.order = choose_order(self.device, provocation)
                 self._train_offloaded(outcome, provocation)
             else:
-                self._train_with(self.offloader, outcome, provocation)
+                self.train(outcome)
         return outcome
-
-    def _train_with(
-        self, offloader: Offloader, outcome: Outcome, provocation: Provocation | None
-    ) -> None:
-        """Run all steps in the contexts of another library, which is provoked from outside."""
-        copies = None if self.device.type == "cpu" else ProvokedCopies(self.device, provocation)
-
-        @contextlib.contextmanager
-        def step() -> Iterator[None]:
-            before = top_hooks()
-            with copies or contextlib.nullcontext(), offloader(self.model):
-                if copies is None and top_hooks() != before:
-                    outcome.moved_bytes = None
-                yield
-
-        self._train(outcome, step)
-        if copies is not None:
-            outcome.moved_bytes = copies.down_bytes
 
     def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
         """Run all steps offloaded, on a device that is provoked.
@@ -533,7 +490,7 @@ class _Trial:
                     choices = random.Random(0 if provocation is None else provocation.seed)
                     outcome.moved_bytes = 0
                     try:
-                        self._train(outcome, end_step=end_step)
+                        self.train(outcome, end_step=end_step)
                         break
                     except OSError as error:
                         if error.errno != errno.ENOSPC or attempt == _ATTEMPTS:
@@ -542,10 +499,10 @@ class _Trial:
                         if isinstance(device, ProvokedDevice):
                             device.is_calm = True
 
-    def _train(
+    def train(
         self,
         outcome: Outcome,
-        context: Context = contextlib.nullcontext,
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         end_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Run all steps, and copy what is compared.
@@ -626,7 +583,7 @@ def random_states(device: torch.device) -> Values:
     return states
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
@@ -682,77 +639,6 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def copy_of(tensor: Tensor | None) -> Tensor | None:
     """Return a copy on the host."""
     return None if tensor is None else tensor.detach().resolve_conj().cpu().clone()
-
-
-# ---- Other libraries' offloading ----
-
-
-@final
-class ProvokedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the block, copies between device and host are late, and so are kernels.
-
-    Whoever offloads copies with torch, so its copies can be provoked without knowing it. A copy is
-    made twice: after the first one its target is overwritten, and time passes on the stream of the
-    copy. Whoever waits for the copy does not see that.
-
-    Args:
-        device: the accelerator on which the model computes.
-        provocation: what is provoked; None: nothing, copies are only counted.
-
-    Attributes:
-        down_bytes: copied from the device to the host.
-    """
-
-    def __init__(self, device: torch.device, provocation: Provocation | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.down_bytes = 0
-        self._device = device
-        self._provocation = provocation
-        self._choices = random.Random(provocation.seed if provocation else 0)
-        self._freed = FreedMemoryPoison()
-        self._sleep = find_sleep(device)
-        self._poison = torch.full((), POISON, dtype=torch.uint8, device=device)
-        self._module = torch.get_device_module(device)
-        self._compute = self._module.current_stream()
-        self._streams = {self._compute}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._provocation is not None:
-            self._freed.poison(*self._streams)
-            if self._happens(self._provocation.late_compute):
-                self._sleep()
-        result = func(*args, **(kwargs or {}))
-        current = self._module.current_stream()
-        self._streams.add(current)
-        if current != self._compute:
-            for leaf in tree_leaves((args, result)):
-                if isinstance(leaf, Tensor) and leaf.device == self._device:
-                    self._freed.watch(leaf)
-        copies = {_ATEN.copy_: args[:2], _ATEN._to_copy: (result, *args[:1])}
-        target, source = copies.get(func.overloadpacket, (None, None))
-        if isinstance(source, Tensor) and target.device.type != source.device.type:
-            self.down_bytes += target.nbytes * (target.device.type == "cpu")
-            if self._provocation is not None:
-                self._copy_again(target, source, self._provocation.late_copies)
-        return result
-
-    def _copy_again(self, target: Tensor, source: Tensor, late: float) -> None:
-        """Copy into a target that was overwritten, as if the first copy had taken so long."""
-        storage = target.untyped_storage()
-        if storage.nbytes() == target.nbytes:
-            bits = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
-            bits.copy_(self._poison.expand(bits.shape), non_blocking=True)
-        for _ in range(self._choices.randint(1, 8) * self._happens(late)):
-            self._sleep()
-        target.copy_(source, non_blocking=True)
-        if self._happens(late):
-            self._sleep()
-
-    def _happens(self, chance: float) -> bool:
-        return self._choices.random() < chance
-
-
-_ATEN: Final = torch.ops.aten
 
 
 # ---- The comparison ----

@@ -10,10 +10,12 @@ as it is but for the name of the device:
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ebbtide
 import softdevice
+from ebbtide import VerifyReport, verifying
+from ebbtide.devices.provoked import FreedMemoryPoison, Provocation, find_sleep
+from ebbtide.devices.simulated import POISON
+from ebbtide.runtime.torch_internals import TorchDispatchMode, tree_leaves
+from ebbtide.verifying import Outcome
 
 WIDTH = 64
 Made = Callable[[nn.Module], AbstractContextManager[object]]
@@ -159,6 +165,122 @@ def without(flaw: str) -> Made:
     return make
 
 
+# ---- Verifies what offloads by torch's copies, whatever it is
+
+
+def verify(
+    model: nn.Module, batch: Tensor, offloader: Made, *, steps: int = 3, orders: int = 7
+) -> VerifyReport:
+    """Verify other offloading as `ebbtide.verify` does its own, as far as that is possible outside.
+
+    Args:
+        model: the model.
+        batch: what it is called with.
+        offloader: called with the model for each step; returns what surrounds its passes.
+        steps: training steps in each run.
+        orders: how many provocations are tried.
+    """
+    trial = verifying.Trial(model, batch, verifying.default_loss, steps, 1, verifying.sgd, {})
+
+    def run(offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
+        if not offloaded:
+            return trial.run(False, None, deterministic)
+        outcome = Outcome(order=verifying.choose_order(trial.device, provocation))
+        copies = ProvokedCopies(trial.device, provocation)
+
+        @contextlib.contextmanager
+        def surround() -> Iterator[None]:
+            with copies, offloader(model):
+                yield
+
+        with verifying.deterministic_kernels(deterministic):
+            trial.train(outcome, surround)
+        outcome.moved_bytes = copies.down_bytes
+        return outcome
+
+    try:
+        return verifying.verify_runs(run, range(orders), steps=steps, draw=draw)
+    finally:
+        trial.restore()
+        trial.give_back_gradients()
+
+
+def draw(seed: int) -> Provocation:
+    """Copies and kernels can be late; the rest cannot be provoked from outside."""
+    chance = random.Random(seed)
+    some, most = chance.uniform(0.1, 0.4), chance.uniform(0.5, 0.9)
+    late = ("copies late", "compute late", "copies and compute late")[seed % 3]
+    copies, compute = ("copies" in late) * most, ("compute" in late) * some
+    return Provocation(seed=seed, name=late, late_copies=copies, late_compute=compute)
+
+
+class ProvokedCopies(TorchDispatchMode):
+    """Within the block, copies between device and host are late, and so are kernels.
+
+    Whoever offloads copies with torch, so its copies can be provoked without knowing it. A copy is
+    made twice: after the first one its target is overwritten, and time passes on the stream of the
+    copy. Whoever waits for the copy does not see that.
+
+    Args:
+        device: the accelerator on which the model computes.
+        provocation: what is provoked; None: nothing, copies are only counted.
+
+    Attributes:
+        down_bytes: copied from the device to the host.
+    """
+
+    def __init__(self, device: torch.device, provocation: Provocation | None) -> None:
+        super().__init__()
+        self.down_bytes = 0
+        self._device = device
+        self._provocation = provocation
+        self._choices = random.Random(provocation.seed if provocation else 0)
+        self._freed = FreedMemoryPoison()
+        self._sleep = find_sleep(device)
+        self._poison = torch.full((), POISON, dtype=torch.uint8, device=device)
+        self._module = torch.get_device_module(device)
+        self._compute = self._module.current_stream()
+        self._streams = {self._compute}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._provocation is not None:
+            self._freed.poison(*self._streams)
+            if self._happens(self._provocation.late_compute):
+                self._sleep()
+        result = func(*args, **(kwargs or {}))
+        current = self._module.current_stream()
+        self._streams.add(current)
+        if current != self._compute:
+            for leaf in tree_leaves((args, result)):
+                if isinstance(leaf, Tensor) and leaf.device == self._device:
+                    self._freed.watch(leaf)
+        copies = {_ATEN.copy_: args[:2], _ATEN._to_copy: (result, *args[:1])}
+        target, source = copies.get(func.overloadpacket, (None, None))
+        if isinstance(source, Tensor) and target.device.type != source.device.type:
+            self.down_bytes += target.nbytes * (target.device.type == "cpu")
+            if self._provocation is not None:
+                self._copy_again(target, source, self._provocation.late_copies)
+        return result
+
+    def _copy_again(self, target: Tensor, source: Tensor, late: float) -> None:
+        """Copy into a target that was overwritten, as if the first copy had taken so long."""
+        storage = target.untyped_storage()
+        if storage.nbytes() == target.nbytes:
+            bits = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
+            bits.copy_(self._poison.expand(bits.shape), non_blocking=True)
+        for _ in range(self._choices.randint(1, 8) * self._happens(late)):
+            self._sleep()
+        target.copy_(source, non_blocking=True)
+        if self._happens(late):
+            self._sleep()
+
+    def _happens(self, chance: float) -> bool:
+        return self._choices.random() < chance
+
+
+_ATEN = torch.ops.aten
+
+
 # ---- A library's file
 
 
@@ -202,4 +324,4 @@ if __name__ == "__main__":
     softdevice.load()
     model, batch = build(MODELS[sys.argv[2]])
     offloader = load(Path(sys.argv[1]))
-    print(ebbtide.verify(model, batch, offloader=offloader, steps=STEPS, orders=14))
+    print(verify(model, batch, offloader, steps=STEPS, orders=14))

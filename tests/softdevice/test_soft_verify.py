@@ -36,7 +36,7 @@ def test_a_sound_engine_is_the_same_in_every_order(device: torch.device) -> None
     ids=lambda flaw: flaw or "none",
 )
 def test_a_defect_that_an_issue_describes_is_found(flaw: str, device: torch.device) -> None:
-    report = ebbtide.verify(*build(str(device)), offloader=peer_offloaders.without(flaw), orders=7)
+    report = peer_offloaders.verify(*build(str(device)), peer_offloaders.without(flaw))
     assert report.same == (not flaw), str(report)
 
 
@@ -46,14 +46,14 @@ def test_a_library_that_is_right_raises_no_alarm(
     device: torch.device,  # noqa: ARG001
 ) -> None:
     model, batch = peer_offloaders.build(peer_offloaders.Gate)
-    report = ebbtide.verify(model, batch, offloader=offloader, orders=7)
+    report = peer_offloaders.verify(model, batch, offloader)
     assert report.same, str(report)
 
 
 def test_trl_frees_a_tensor_that_backward_returns(device: torch.device) -> None:  # noqa: ARG001
     """In TRL 1.16. ebbtide offloads the same model right."""
     model, batch = peer_offloaders.build(peer_offloaders.Fused)
-    report = ebbtide.verify(model, batch, offloader=peer_offloaders.trl, orders=7)
+    report = peer_offloaders.verify(model, batch, peer_offloaders.trl)
     assert not report.same and report.has_moved, str(report)
     everything = {"activations": ebbtide.ActivationPolicy(min_bytes=1)}
     report = ebbtide.verify(model, batch, offload=everything, orders=7)

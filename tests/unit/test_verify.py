@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import sys
@@ -231,54 +230,6 @@ def test_wrong_arguments_are_refused(wrong: dict[str, object]) -> None:
         ebbtide.verify(small(), batch(), **wrong)  # type: ignore[arg-type]
 
 
-# ---- Other libraries' offloading, as far as a CPU shows it --------------------------------------
-
-
-def scaling(factor: float) -> Callable[[nn.Module], Any]:
-    """An offloader that returns a multiple of what was saved."""
-
-    def offloader(_: nn.Module) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved * factor)
-
-    return offloader
-
-
-def test_another_offloader_is_verified() -> None:
-    assert ebbtide.verify(small(), batch(), offloader=scaling(1.0), orders=1).same
-    report = ebbtide.verify(small(), batch(), offloader=scaling(1 + 2**-20), orders=1)
-    assert not report.same and report.first_different is not None
-    assert_fits_a_terminal(report)
-
-
-def test_an_offloader_that_offloads_nothing_is_not_called_the_same() -> None:
-    report = ebbtide.verify(small(), batch(), offloader=lambda _: contextlib.nullcontext())
-    assert not report.has_moved and not report.same
-    assert [run.seed for run in report.runs] == [None]  # on a CPU nothing can be late
-
-
-def test_what_an_offloader_raises_is_said() -> None:
-    def fails(_: nn.Module) -> Any:
-        raise KeyError("boom")
-
-    report = ebbtide.verify(small(), batch(), offloader=fails)
-    lines = str(report).splitlines()
-    assert not report.same and any("boom" in line for line in lines)
-    assert_fits_a_terminal(report)
-
-
-def on_cpu(_: nn.Module) -> Any:
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
-
-
-def test_save_on_cpu_loses_the_layout_of_channels_last() -> None:
-    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3))
-    x = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
-    model = model.to(memory_format=torch.channels_last)
-    report = ebbtide.verify(model, x, offloader=on_cpu, orders=0)
-    assert report.first_different is not None
-    assert ebbtide.verify(model, x, orders=0).same
-
-
 def assert_fits_a_terminal(report: ebbtide.VerifyReport) -> None:
     lines = str(report).splitlines()
     assert len(lines) <= 20 and max(map(len, lines)) <= 80
@@ -305,12 +256,6 @@ class Wrong(nn.Sequential):
     def forward(self, x):
         factor = 1 if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else 2
         return factor * super().forward(x)
-
-def forgets(model):
-    return torch.autograd.graph.saved_tensors_hooks(torch.zeros_like, lambda saved: saved)
-
-def on_cpu(model):
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 def wrong():
     return Wrong(*layers), torch.randn(16, 32)
@@ -370,18 +315,6 @@ def test_a_function_is_verified() -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["same"] and [run["seed"] for run in document["runs"]] == [None, 0, 1]
-
-
-@pytest.mark.usefixtures("script")
-def test_another_offloader_is_verified_by_the_command() -> None:
-    result = call("verify", "--orders", "1", "--offloader", "to_verify:forgets", "to_verify:build")
-    assert result.exit_code == 1, result.output
-    result = call("verify", "--orders", "1", "--offloader", "to_verify:on_cpu", "to_verify:build")
-    assert result.exit_code == 0, result.output
-
-
-def test_a_script_has_no_other_offloader(script: str) -> None:
-    assert call("verify", "--offloader", "to_verify:on_cpu", script, "1").exit_code == 2
 
 
 @pytest.mark.usefixtures("script")

@@ -65,20 +65,15 @@ class Provocation:
     verifies: bool = False
 
     @classmethod
-    def draw(cls, seed: int, *, fails: bool = True, ours: bool = True) -> Provocation:
+    def draw(cls, seed: int, *, fails: bool = True) -> Provocation:
         """Return what a seed stands for. Seven in a row provoke everything there is.
 
         Args:
             seed: the seed.
             fails: whether the disk may be full, of which a step is told by an `OSError`.
-            ours: whether ebbtide offloads; in other libraries, copies and kernels can be late.
         """
         chance = random.Random(seed)
         some, most = chance.uniform(0.1, 0.4), chance.uniform(0.5, 0.9)
-        if not ours:
-            late = ("copies late", "compute late", "copies and compute late")[seed % 3]
-            copies, compute = ("copies" in late) * most, ("compute" in late) * some
-            return cls(seed=seed, name=late, late_copies=copies, late_compute=compute)
         full = ("disk full at times", some / 4) if fails else ("disk slow", 0.0)
         name, settings = (
             ("copies late", {"late_copies": most, "eagerness": some / 8, "verifies": True}),

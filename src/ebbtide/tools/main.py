@@ -358,7 +358,6 @@ def verify(
     orders: int = 7,
     seed: int = 0,
     device: str | None = None,
-    offloader: str | None = None,
     json: bool = False,
 ) -> None:
     """Check that offloading leaves every bit of your training as it is.
@@ -382,8 +381,6 @@ def verify(
         orders (N): How many provocations are tried.
         seed (N): Seed of the first; the others have the next ones.
         device (DEVICE): module:function only: where it trains, such as cuda.
-        offloader (FUNCTION): module:function only: verify another library's offloading, which is
-            module:function of the model and returns the context of a step.
         json: Print all figures as JSON instead of the report.
     """
     from ebbtide.tools.found_models import RunOptions
@@ -402,11 +399,9 @@ def verify(
         if ":" in target and not Path(target).exists():
             if arguments:
                 raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
-            report = verify_function(target, device, options, steps, seeds, offloader)
-        elif device is not None or offloader is not None:
-            raise PolicyError(
-                "--device and --offloader need module:function; a script runs as it is"
-            )
+            report = verify_function(target, device, options, steps, seeds)
+        elif device is not None:
+            raise PolicyError("--device needs module:function; a script runs as it is")
         else:
             script = MainScript(target, arguments or (), is_module=module)
             report = verify_script(script, options, steps, seeds)

@@ -72,8 +72,13 @@ def verify_script(
         run,
         seeds,
         steps=steps,
-        disk_may_be_full=False,
+        draw=_draw,
     )
+
+
+def _draw(seed: int) -> Provocation:
+    """Return what a seed provokes in a script, which nobody begins again when the disk was full."""
+    return Provocation.draw(seed, fails=False)
 
 
 def _run_in_child(script: MainScript, steps: int, *others: Any) -> Outcome:
@@ -108,7 +113,6 @@ def verify_function(
     options: RunOptions,
     steps: int,
     seeds: range,
-    offloader: str | None,
 ) -> VerifyReport:
     """Verify the training step that a user's function returns.
 
@@ -118,7 +122,6 @@ def verify_function(
         options: how the model is offloaded.
         steps: training steps in each run.
         seeds: the seeds of the provocations.
-        offloader: ``module:function`` of another library's offloading; None: ebbtide.
     """
     model, batch, loss = read_task(address, find_function(address)())
     if device is not None:
@@ -127,11 +130,9 @@ def verify_function(
     offload = options.arguments(model, frugal=False)
     if options.weights:
         offload["weights"] = WeightPolicy(min_bytes=1)
-    given = None if offloader is None else find_function(offloader)
     return verify(
-        model, batch, loss, steps=steps, offload=offload, offloader=given, orders=len(seeds),
-        seed=seeds.start,
-    )  # fmt: skip
+        model, batch, loss, steps=steps, offload=offload, orders=len(seeds), seed=seeds.start
+    )
 
 
 # ---- The child ----
@@ -234,7 +235,7 @@ def _run_here(
         BaseException: whatever ends the script before.
     """
     outcome = _Recorder(steps).outcome
-    provocation = None if seed is None else Provocation.draw(seed, fails=False)
+    provocation = None if seed is None else _draw(seed)
     planned = options is not None and options.is_planned
 
     def make(torch_device: torch.device) -> AbstractDevice:
