@@ -124,7 +124,7 @@ def test_an_error_is_a_line_and_a_code(
         (["demo", "--device", "cpu"], "ebbtide.tools.demo.run_demo"),
         (["doctor", "--device", "cpu"], "ebbtide.tools.doctor.examine"),
         (["plan", "gpt"], "ebbtide.tools.plan_tables.run_plan"),
-        (["schedule", "--layers", "1/2"], "ebbtide.tools.schedule_command.rehearse"),
+        (["schedule", "--layers", "1/2"], "ebbtide.tools.main.rehearse"),
     ],
 )
 def test_ctrl_c_is_130_in_every_command(

@@ -137,38 +137,25 @@ def finish(device: AbstractDevice) -> None:
 
 
 def measure_matmul(
-    device: AbstractDevice, precision: str, budget_s: float, room_bytes: int
+    device: AbstractDevice, dtype: torch.dtype, budget_s: float, room_bytes: int
 ) -> Rate:
-    """Measure products of square matrices, as large as time and memory allow.
+    """Measure products of square matrices, as large as time and memory allow."""
+    size = _SMALLEST
+    while True:
+        # Random numbers: a GPU that multiplies equal ones needs less power, and runs faster.
+        left = torch.rand(size, size, device=device.torch_device).to(dtype)
+        right, out = torch.roll(left, 1), torch.empty_like(left)
 
-    Args:
-        device: the device.
-        precision: the type, such as ``"fp32"``, or ``"tf32"``.
-        budget_s: about how long this may take.
-        room_bytes: the most memory to use.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else before)
-    try:
-        size = _SMALLEST
-        while True:
-            # Random numbers: a GPU that multiplies equal ones needs less power, and runs faster.
-            left = torch.rand(size, size, device=device.torch_device)
-            left = left.to(_DTYPES.get(precision, torch.float32))
-            right, out = torch.roll(left, 1), torch.empty_like(left)
+        def multiply(left: torch.Tensor = left, right: Any = right, out: Any = out) -> None:
+            torch.mm(left, right, out=out)
+            finish(device)
 
-            def multiply(left: torch.Tensor = left, right: Any = right, out: Any = out) -> None:
-                torch.mm(left, right, out=out)
-                finish(device)
-
-            once_s = 1.0 / repeat(1.0, multiply, _LONG_ENOUGH_S, most=2).best_per_s
-            too_large = size == _LARGEST or 3 * 4 * left.nbytes > room_bytes
-            # Larger matrices take eight times as long, four times here and more after.
-            if once_s > _LONG_ENOUGH_S or too_large or 4 * 8 * once_s > budget_s:
-                return repeat(2.0 * size**3, multiply, budget_s, note=f"n = {size}")
-            size *= 2
-    finally:
-        torch.set_float32_matmul_precision(before)
+        once_s = 1.0 / repeat(1.0, multiply, _LONG_ENOUGH_S, most=2).best_per_s
+        too_large = size == _LARGEST or 3 * 4 * left.nbytes > room_bytes
+        # Larger matrices take eight times as long, four times here and more after.
+        if once_s > _LONG_ENOUGH_S or too_large or 4 * 8 * once_s > budget_s:
+            return repeat(2.0 * size**3, multiply, budget_s, note=f"n = {size}")
+        size *= 2
 
 
 def measure_copy(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rate:
@@ -373,7 +360,7 @@ class Examination:
 
     Attributes:
         facts: what the system says.
-        matmul: products of matrices, by type: ``"fp64"``, ``"fp32"``, ``"tf32"`` and so on.
+        matmul: products of matrices, by type: ``"fp64"``, ``"fp32"`` and so on.
         copy: copies in the device's memory, in bytes read and written.
         fft: 2D FFTs, in FLOP.
         pinning: page-locking; only for an accelerator. See `measure_pinning`.
@@ -485,8 +472,8 @@ def examine(
             return None
 
     limits = effort.each_s, device_bytes
-    for name in (*effort.dtypes, *(["tf32"] if _has_tf32(torch_device) else [])):
-        rate = measure(f"matmul {name}", measure_matmul, device, name, *limits)
+    for name in effort.dtypes:
+        rate = measure(f"matmul {name}", measure_matmul, device, _DTYPES[name], *limits)
         found.matmul |= {} if rate is None else {name: rate}
     found.copy = measure("copy", measure_copy, device, *limits)
     found.fft = measure("fft", measure_fft, device, *limits)
@@ -516,13 +503,6 @@ def _room(facts: MachineFacts, effort: Effort) -> tuple[int, int, int]:
         device_bytes = min(4 * effort.room_bytes, facts.accelerator_free_bytes // _RAM_SHARE)
     disk_bytes = min(effort.room_bytes, (facts.store_free_bytes or 0) // _DISK_SHARE)
     return max(_MIB, host_bytes), max(_MIB, device_bytes), max(_MIB, disk_bytes)
-
-
-def _has_tf32(torch_device: torch.device) -> bool:
-    """Whether the device computes float32 in TF32: NVIDIA's since Ampere."""
-    if torch_device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return bool(torch.cuda.get_device_capability(torch_device) >= (8, 0))
 
 
 # ---- Advice, each piece with the evidence that it rests on ----
@@ -583,7 +563,6 @@ _TABLE_WIDTHS: Final = (31, 14, 14)  # of what is measured, and of its rates
 _WORDS: Final = {
     "fp64": "float64",
     "fp32": "float32",
-    "tf32": "float32 in TF32",
     "bf16": "bfloat16",
     "fp16": "float16",
 }
