@@ -5,10 +5,12 @@ import io
 import multiprocessing
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,53 +20,50 @@ from ebbtide import StepStats
 from ebbtide.tools.demo import (
     DeadModeError,
     DemoConfig,
-    Mode,
-    ModeResult,
-    StepResult,
+    Result,
     build_table,
     compare,
     describe_copies,
     digest,
     first_difference,
     run_demo,
+    timed_s,
 )
 
 GIB = 2**30
 
 
 def step(
-    *, duration_s: float = 2.0, peak: float = 3.0, stats: StepStats | None = None
-) -> StepResult:
-    return StepResult(
-        duration_s=duration_s,
-        peak_bytes=int(peak * GIB),
-        loss=1.5,
-        gradients_sha256="a",
-        stats=stats,
-    )
+    *, duration_s: float = 2.0, peak: float = 3.0, stats: StepStats | None = None, **more: Any
+) -> dict[str, Any]:
+    return {
+        "duration_s": duration_s,
+        "peak_bytes": int(peak * GIB),
+        "loss": 1.5,
+        "gradients_sha256": "a",
+        "stats": stats and dataclasses.asdict(stats),
+    } | more
 
 
-def result(mode: Mode, steps: list[StepResult]) -> ModeResult:
-    return ModeResult(mode, GIB, steps, "p")
+def result(steps: list[dict[str, Any]], parameters: str = "p") -> Result:
+    found: Result = {"idle_bytes": GIB, "steps": steps, "parameters_sha256": parameters}
+    peak_bytes = max(each["peak_bytes"] for each in steps)
+    return found | {"peak_bytes": peak_bytes, "median_s": statistics.median(timed_s(found))}
 
 
 def test_equal_runs_have_no_difference() -> None:
     steps = [step() for _ in range(3)]
-    assert first_difference(result(Mode.NONE, steps), result(Mode.EBBTIDE, steps)) is None
+    assert first_difference(result(steps), result(steps)) is None
 
 
 def test_a_changed_bit_is_found_and_named() -> None:
     steps = [step() for _ in range(3)]
-    reference = result(Mode.NONE, steps)
-    other = dataclasses.replace(step(), gradients_sha256="b")
-    assert first_difference(reference, result(Mode.EBBTIDE, [*steps[:2], other])) == (
-        "gradients, step 3"
-    )
-    other = dataclasses.replace(step(), loss=1.5 + 2**-52)
-    assert first_difference(reference, result(Mode.EBBTIDE, [other, *steps[1:]])) == "loss, step 1"
-    changed = result(Mode.EBBTIDE, steps)
-    changed.parameters_sha256 = "q"
-    assert first_difference(reference, changed) == "final parameters"
+    reference = result(steps)
+    other = step(gradients_sha256="b")
+    assert first_difference(reference, result([*steps[:2], other])) == "gradients, step 3"
+    other = step(loss=1.5 + 2**-52)
+    assert first_difference(reference, result([other, *steps[1:]])) == "loss, step 1"
+    assert first_difference(reference, result(steps, "q")) == "final parameters"
 
 
 def test_digest_sees_one_bit() -> None:
@@ -79,34 +78,32 @@ def test_digest_sees_one_bit() -> None:
     assert len(digests | {base}) == 5
 
 
-def render(config: DemoConfig, results: list[ModeResult]) -> str:
+def render(plain: Result, offloaded: Result) -> str:
     console = Console(width=80, record=True, file=io.StringIO())
-    by_mode = {each.mode: each for each in results}
-    console.print(build_table(config, by_mode))
-    console.print(describe_copies(by_mode))
+    results = {"none": plain, "ebbtide": offloaded}
+    console.print(build_table(DemoConfig(), results))
+    console.print(describe_copies(results))
     return console.export_text()
 
 
+STATS = StepStats(offloaded_bytes=GIB)
+
+
 def test_ratios_are_of_what_is_above_idle_and_of_median_steps() -> None:
-    config = DemoConfig()
     # Idle is 1 GiB. The first two steps are slow, and not counted.
-    slow = step(duration_s=9.0)
-    plain = result(Mode.NONE, [slow, slow, step(), step(), step()])
-    offloaded = step(duration_s=3.0, peak=1.5, stats=StepStats(offloaded_bytes=GIB))
-    other = result(Mode.EBBTIDE, [slow, slow, *[offloaded] * 3])
-    other.steps = [dataclasses.replace(one, peak_bytes=int(1.5 * GIB)) for one in other.steps]
-    table = render(config, [plain, other])
+    plain = result([step(duration_s=9.0)] * 2 + [step()] * 3)
+    slow, fast = (step(duration_s=each, peak=1.5, stats=STATS) for each in (9.0, 3.0))
+    table = render(plain, result([slow] * 2 + [fast] * 3))
     assert "0.25x" in table  # (1.5 - 1) / (3 - 1)
     assert "1.50x" in table  # 3 s / 2 s
 
 
 def test_a_difference_shows_in_the_table() -> None:
-    steps = [step()] * 3
-    results = [result(Mode.NONE, steps), result(Mode.EBBTIDE, steps)]
-    assert "same bits" in render(DemoConfig(), results)
-    results[1].steps = [*steps[:2], dataclasses.replace(step(), gradients_sha256="b")]
-    assert compare({each.mode: each for each in results}) == {Mode.EBBTIDE: "gradients, step 3"}
-    assert "differ:" in render(DemoConfig(), results)
+    steps = [step(stats=STATS)] * 3
+    assert "same bits" in render(result(steps), result(steps))
+    other = result([*steps[:2], step(stats=STATS, gradients_sha256="b")])
+    assert compare({"none": result(steps), "ebbtide": other}) == {"ebbtide": "gradients, step 3"}
+    assert "differ:" in render(result(steps), other)
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -121,7 +118,7 @@ def run_until_it_has_a_process(out: Path, then: Callable[[int], None]) -> None:
         then(children[0].pid or 0)
 
     threading.Thread(target=wait_for_it, daemon=True).start()
-    run_demo(DemoConfig(64, 4, modes=(Mode.NONE,), out=out), Console(file=io.StringIO()))
+    run_demo(DemoConfig(64, 4, modes=("none",), out=out), Console(file=io.StringIO()))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ Each mode has a process of its own, so that its memory can be measured.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import itertools
 import json
@@ -17,12 +16,12 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 import torch
 from rich import box
@@ -35,7 +34,6 @@ from ebbtide.errors import EbbtideError, PolicyError
 from ebbtide.handle import record_run
 from ebbtide.observe.page import write_page
 from ebbtide.observe.run_record import RunRecord
-from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import memory_of
 from ebbtide.tools.darcy import load_darcy_flow_small
 from ebbtide.tools.machine import cpu_name, find_directory
@@ -53,17 +51,13 @@ _WIDTH: Final = 80
 _ABSENT: Final = "-"
 
 
-class Mode(enum.Enum):
-    """How a run treats saved activations. The values are the names on the command line."""
+MODES: Final = ("none", "save_on_cpu", "ebbtide")
+"""How a run treats saved activations."""
 
-    NONE = "none"
-    SAVE_ON_CPU = "save_on_cpu"
-    EBBTIDE = "ebbtide"
 
-    @property
-    def title(self) -> str:
-        """The name in the table and the sentences."""
-        return "no offload" if self is Mode.NONE else self.value
+def title_of(mode: str) -> str:
+    """Return the name of a mode in the table and the sentences."""
+    return "no offload" if mode == "none" else mode
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class DemoConfig:
     resolution: int = 256
     batch_size: int = 8
     steps: int = 15
-    modes: tuple[Mode, ...] = (Mode.NONE, Mode.EBBTIDE)
+    modes: tuple[str, ...] = ("none", "ebbtide")
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: str = "auto"
     out: Path = Path("runs/demo")
@@ -99,28 +93,26 @@ class DemoConfig:
                 option = name.replace("_", "-")
                 raise PolicyError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
         find_directory(self.store)
-        if self.device.type == "cpu" and Mode.SAVE_ON_CPU in self.modes:
+        if self.device.type == "cpu" and "save_on_cpu" in self.modes:
             raise PolicyError(
                 "--modes save_on_cpu needs an accelerator: on a CPU, activations are on the host "
                 "anyway; try --modes none,ebbtide"
             )
 
 
-def parse_modes(text: str | None, device: torch.device) -> tuple[Mode, ...]:
-    """Parse names of modes such as ``"none,ebbtide"``; None: all that are compared by default.
+def parse_modes(text: str | None, device: torch.device) -> tuple[str, ...]:
+    """Parse names of modes such as ``"none,ebbtide"``; None: all that the device can have.
 
     Raises:
         PolicyError: a name is not that of a mode.
     """
     if text is None:
-        by_torch = () if device.type == "cpu" else (Mode.SAVE_ON_CPU,)
-        return (Mode.NONE, *by_torch, Mode.EBBTIDE)
-    known = {mode.value: mode for mode in Mode}
+        return tuple(mode for mode in MODES if device.type != "cpu" or mode != "save_on_cpu")
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in known:
-            raise PolicyError(f"--modes: {name!r} is not one of {', '.join(known)}")
-    return tuple(dict.fromkeys(known[name] for name in names))
+        if name not in MODES:
+            raise PolicyError(f"--modes: {name!r} is not one of {', '.join(MODES)}")
+    return tuple(dict.fromkeys(names))
 
 
 # ---- The results of each mode, and the bitwise comparison of two modes ----
@@ -128,89 +120,46 @@ def parse_modes(text: str | None, device: torch.device) -> tuple[Mode, ...]:
 UNTIMED: Final = 2  # first steps of a mode, in which memory is taken and libraries warm up
 
 
-@final
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one training step.
+Result = dict[str, Any]
+"""The figures of one mode, as the JSON has them.
 
-    Attributes:
-        duration_s: seconds for forward, backward and optimizer.
-        peak_bytes: largest number of bytes in use during the step.
-        loss: the loss, which backward differentiates: the mean relative error in the L2 norm.
-        gradients_sha256: hash of the bytes of all parameters' gradients.
-        stats: ebbtide's statistics of the step; None for modes without ebbtide.
-    """
-
-    duration_s: float
-    peak_bytes: int
-    loss: float
-    gradients_sha256: str
-    stats: StepStats | None = None
+``idle_bytes``: in use just before the first training step; ``peak_bytes``: the most in any step;
+``median_s``: of the timed steps; ``parameters_sha256``: hash of all parameters after the last step;
+``steps``: of each step ``duration_s``, ``peak_bytes``, ``loss``, ``gradients_sha256``, and
+ebbtide's ``stats``, or None.
+"""
 
 
-@final
-@dataclass
-class ModeResult:
-    """All results of one mode.
-
-    Attributes:
-        mode: the mode.
-        idle_bytes: number of bytes in use just before the first training step.
-        steps: results of the steps so far, in order.
-        parameters_sha256: hash of the bytes of all parameters after the last step.
-        record: what a page can show of one more step; None where it cannot be recorded.
-    """
-
-    mode: Mode
-    idle_bytes: int
-    steps: list[StepResult] = field(default_factory=list)
-    parameters_sha256: str = ""
-    record: RunRecord | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest number of bytes in use during any step."""
-        return max(step.peak_bytes for step in self.steps)
-
-    @property
-    def timed_s(self) -> list[float]:
-        """Durations of the steps that count: all but the first ones."""
-        return [step.duration_s for step in self.steps[UNTIMED:]]
-
-    @property
-    def median_s(self) -> float:
-        """Median duration of the timed steps, in seconds."""
-        return statistics.median(self.timed_s)
-
-    @property
-    def stats(self) -> StepStats | None:
-        """Ebbtide's statistics of the last step; None for modes without ebbtide."""
-        return self.steps[-1].stats
-
-
-def first_difference(reference: ModeResult, other: ModeResult) -> str | None:
+def first_difference(reference: Result, other: Result) -> str | None:
     """Compare losses and gradients of every step and the final parameters, bit by bit.
 
     Returns:
         None if all are the same, else the first difference, such as ``"gradients, step 2"``.
     """
-    pairs = zip(reference.steps, other.steps, strict=True)
+    pairs = zip(reference["steps"], other["steps"], strict=True)
     for number, (expected, step) in enumerate(pairs, start=1):
-        if expected.loss.hex() != step.loss.hex():
-            return f"loss, step {number}"
-        if expected.gradients_sha256 != step.gradients_sha256:
-            return f"gradients, step {number}"
-    same = reference.parameters_sha256 == other.parameters_sha256
+        for name in ("loss", "gradients_sha256"):
+            if expected[name] != step[name]:
+                return f"{name.partition('_')[0]}, step {number}"
+    same = reference["parameters_sha256"] == other["parameters_sha256"]
     return None if same else "final parameters"
 
 
-def compare(results: Mapping[Mode, ModeResult]) -> dict[Mode, str | None]:
+def compare(results: Mapping[str, Result]) -> dict[str, str | None]:
     """Return the `first_difference` of each other mode from the one without offload, if it ran."""
-    reference = results.get(Mode.NONE)
+    reference = results.get("none")
     if reference is None:
         return {}
-    others = (result for result in results.values() if result is not reference)
-    return {result.mode: first_difference(reference, result) for result in others}
+    return {
+        mode: first_difference(reference, result)
+        for mode, result in results.items()
+        if mode != "none"
+    }
+
+
+def timed_s(result: Result) -> list[float]:
+    """Return the durations of the steps that count: all but the first ones."""
+    return [step["duration_s"] for step in result["steps"][UNTIMED:]]
 
 
 # ---- The model and its training, as in neuraloperator's example on Darcy flow ----
@@ -249,8 +198,12 @@ def load_data(config: DemoConfig) -> tuple[Iterable[dict[str, torch.Tensor]], An
 # ---- The process of one mode ----
 
 
-def train_mode(config: DemoConfig, mode: Mode) -> ModeResult:
-    """Train the model of one mode in this process, and measure it."""
+def train_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]:
+    """Train the model of one mode in this process, and measure it.
+
+    Returns:
+        Its figures, and what a page can show of one more step, where that can be recorded.
+    """
     from neuralop import LpLoss
     from neuralop.training import AdamW
 
@@ -283,7 +236,7 @@ def train_mode(config: DemoConfig, mode: Mode) -> ModeResult:
     tiny = torch.ones(1, 1, _LEAST_RESOLUTION, _LEAST_RESOLUTION, device=config.device)
     model(tiny).sum().backward()
     synchronize()
-    result = ModeResult(mode, memory.now_bytes())
+    result: Result = {"idle_bytes": memory.now_bytes(), "steps": []}
     batches = iter(loader)
     for batch in itertools.islice(batches, config.steps):
         memory.reset_peak()
@@ -293,23 +246,27 @@ def train_mode(config: DemoConfig, mode: Mode) -> ModeResult:
         synchronize()
         duration_s, peak_bytes = time.perf_counter() - begin_s, memory.peak_bytes()
         gradients = digest((name, value.grad) for name, value in model.named_parameters())
-        stats = None if handle is None else handle.stats
-        loss_value = loss.item() / config.batch_size
-        result.steps.append(StepResult(duration_s, peak_bytes, loss_value, gradients, stats))
-    result.parameters_sha256 = digest(model.named_parameters())
-    if mode is not Mode.SAVE_ON_CPU:  # two more steps, of which the second is recorded
+        entry = {"duration_s": duration_s, "peak_bytes": peak_bytes, "gradients_sha256": gradients}
+        entry["loss"] = loss.item() / config.batch_size
+        entry["stats"] = None if handle is None else dataclasses.asdict(handle.stats)
+        result["steps"].append(entry)
+    result["peak_bytes"] = max(step["peak_bytes"] for step in result["steps"])
+    result["median_s"] = statistics.median(timed_s(result))
+    result["parameters_sha256"] = digest(model.named_parameters())
+    record = None
+    if mode != "save_on_cpu":  # two more steps, of which the second is recorded
         if handle is not None:
             handle.detach()
         memory.return_freed()
         with cast(ebbtide.OffloadHandle, _offload(model, mode, config, trace=True)) as traced:
             for batch in batches:
                 train(batch)
-            result.record = record_run(traced, mode.title)
-    return result
+            record = record_run(traced, title_of(mode))
+    return result, record
 
 
 def _offload(
-    model: nn.Module, mode: Mode, config: DemoConfig, *, trace: bool = False
+    model: nn.Module, mode: str, config: DemoConfig, *, trace: bool = False
 ) -> ebbtide.OffloadHandle | None:
     """Offload as the mode says; None if it does not use ebbtide, unless a step is to be recorded.
 
@@ -319,12 +276,12 @@ def _offload(
         config: the run.
         trace: whether to record steps. A mode without offload then keeps everything.
     """
-    if mode is Mode.EBBTIDE:
+    if mode == "ebbtide":
         return ebbtide.offload(model, store=config.store, trace=trace)
-    if mode is Mode.NONE and trace:
+    if mode == "none" and trace:
         kept = ebbtide.ActivationPolicy(num_layers=0, rebuild=False)
         return ebbtide.offload(model, activations=kept, store=config.store, trace=trace)
-    if mode is Mode.SAVE_ON_CPU:
+    if mode == "save_on_cpu":
         forward = model.forward
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -369,7 +326,7 @@ class DeadModeError(EbbtideError, RuntimeError):
     """The process of a mode has died."""
 
 
-def _run_mode(config: DemoConfig, mode: Mode) -> ModeResult:
+def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]:
     """Train a mode in a process of its own.
 
     Raises:
@@ -383,7 +340,7 @@ def _run_mode(config: DemoConfig, mode: Mode) -> ModeResult:
             return pool.submit(train_mode, config, mode).result()
         except BrokenProcessPool:
             raise DeadModeError(
-                f"the process of mode {mode.title} has died; if memory ran out, try a smaller "
+                f"the process of mode {title_of(mode)} has died; if memory ran out, try a smaller "
                 f"--batch-size or --resolution"
             ) from None
         except BaseException:
@@ -413,7 +370,7 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
     (config.out / "demo.json").touch()  # or fails now, and not after minutes of training
     begin_s = time.perf_counter()
     where = "the CPU" if config.device.type == "cpu" else str(config.device)
-    names = ", ".join(mode.title for mode in config.modes)
+    names = ", ".join(map(title_of, config.modes))
     for line in (
         f"A Fourier neural operator learns Darcy flow at {config.resolution} x "
         f"{config.resolution} on {where}, batch {config.batch_size}.",
@@ -424,24 +381,30 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
     load_data(config)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # the processes inherit the environment
-    results = {}
+    results, records = dict[str, Result](), list[RunRecord]()
     for mode in config.modes:
-        with progress.status(f"Training: {mode.title}"):
-            results[mode] = _run_mode(config, mode)
-    _report(config, results, as_json=as_json)
+        with progress.status(f"Training: {title_of(mode)}"):
+            results[mode], record = _run_mode(config, mode)
+        records += [] if record is None else [record]
+    _report(config, results, records, as_json=as_json)
     progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
-    return compare(results).get(Mode.EBBTIDE) is None
+    return compare(results).get("ebbtide") is None
 
 
 # ---- The report ----
 
 
-def _report(config: DemoConfig, results: Mapping[Mode, ModeResult], *, as_json: bool) -> None:
+def _report(
+    config: DemoConfig,
+    results: Mapping[str, Result],
+    records: Sequence[RunRecord],
+    *,
+    as_json: bool,
+) -> None:
     """Write the files, and print the table, or JSON."""
     document = json.dumps(_as_document(config, results), indent=2)
     figures, page = config.out / "demo.json", config.out / "demo.html"
     figures.write_text(f"{document}\n")
-    records = [result.record for result in results.values() if result.record is not None]
     if records:
         write_page(page, records)
     if as_json:
@@ -457,18 +420,17 @@ def _report(config: DemoConfig, results: Mapping[Mode, ModeResult], *, as_json: 
         report.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def build_table(config: DemoConfig, results: Mapping[Mode, ModeResult]) -> Table:
+def build_table(config: DemoConfig, results: Mapping[str, Result]) -> Table:
     """Build the table of results, with one column per mode."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(
         f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
     )
     for mode in results:
-        style = "bold" if mode is Mode.EBBTIDE else ""
-        table.add_column(mode.title, justify="right", style=style)
+        style = "bold" if mode == "ebbtide" else ""
+        table.add_column(title_of(mode), justify="right", style=style)
     what = "RSS" if config.device.type == "cpu" else "device memory"
-    differences = compare(results)
-    columns = [_cells(result, what, results, differences) for result in results.values()]
+    columns = [_cells(mode, what, results) for mode in results]
     for row in zip(*columns, strict=True):
         cells = [cell for _, cell in row]
         if any(cell != _ABSENT for cell in cells):
@@ -476,57 +438,52 @@ def build_table(config: DemoConfig, results: Mapping[Mode, ModeResult]) -> Table
     return table
 
 
-def _cells(
-    result: ModeResult,
-    what: str,
-    results: Mapping[Mode, ModeResult],
-    differences: Mapping[Mode, str | None],
-) -> list[tuple[str, str]]:
+def _cells(mode: str, what: str, results: Mapping[str, Result]) -> list[tuple[str, str]]:
     """Return what the rows of the table say of a mode, each with the label of its row."""
-    reference = results.get(Mode.NONE)
-    above_idle = result.peak_bytes - result.idle_bytes
+    result, reference, differences = results[mode], results.get("none"), compare(results)
+    above_idle = result["peak_bytes"] - result["idle_bytes"]
     peak_ratio = step_ratio = same = _ABSENT
     if reference is not None:
-        peak_ratio = _ratio(above_idle, reference.peak_bytes - reference.idle_bytes)
-        step_ratio = _ratio(result.median_s, reference.median_s)
-    if result.mode in differences:
-        difference = differences[result.mode]
+        peak_ratio = _ratio(above_idle, reference["peak_bytes"] - reference["idle_bytes"])
+        step_ratio = _ratio(result["median_s"], reference["median_s"])
+    if mode in differences:
+        difference = differences[mode]
         same = "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
-    sizes = [_ABSENT] * 4
-    if result.stats is not None:
-        stats = result.stats
-        saved = (stats.saved_bytes, stats.unique_bytes, stats.rebuilt_bytes, stats.offloaded_bytes)
-        sizes = [format_size(size) for size in saved]
-    timed = result.timed_s
+    steps, timed = result["steps"], timed_s(result)
+    stats = steps[-1]["stats"]
+    sizes = [
+        _ABSENT if stats is None else format_size(stats[f"{name}_bytes"])
+        for name in ("saved", "unique", "rebuilt", "offloaded")
+    ]
     return [
-        (f"Peak {what} of a step", format_size(result.peak_bytes)),
+        (f"Peak {what} of a step", format_size(result["peak_bytes"])),
         ("  above idle", format_size(above_idle)),
         ("  relative to no offload", peak_ratio),
-        (f"Step, median of {len(timed)}", f"{_digits(result.median_s)} s"),
+        (f"Step, median of {len(timed)}", f"{_digits(result['median_s'])} s"),
         ("  relative to no offload", step_ratio),
         ("  fastest - slowest", f"{_digits(min(timed))} - {_digits(max(timed))} s"),
         ("Saved by autograd in a step", sizes[0]),
         ("  without repeats and weights", sizes[1]),
         ("  rebuilt in backward", sizes[2]),
         ("  offloaded", sizes[3]),
-        ("Error, first - last step", f"{result.steps[0].loss:.3f} - {result.steps[-1].loss:.3f}"),
+        ("Error, first - last step", f"{steps[0]['loss']:.3f} - {steps[-1]['loss']:.3f}"),
         ("Losses, gradients, weights", same),
     ]
 
 
-def describe_copies(results: Mapping[Mode, ModeResult]) -> str:
+def describe_copies(results: Mapping[str, Result]) -> str:
     """Say what ebbtide moves in a step, and how long the model waited for it."""
-    result = results.get(Mode.EBBTIDE)
-    if result is not None and result.stats is not None:
-        stats = result.stats
-        where = "disk" if stats.peak_disk_bytes else "host memory"
-        rate = format_size(int(stats.offloaded_bytes / result.median_s))
-        return (
-            f"In each step {format_size(stats.offloaded_bytes)} go to {where} and come back while "
-            f"the model computes, which needs {rate}/s each way. In the last step the model waited "
-            f"{stats.stall_s:.2f} s for copies ({stats.late_reloads} reloads were late)."
-        )
-    return ""
+    if "ebbtide" not in results:
+        return ""
+    result = results["ebbtide"]
+    stats = result["steps"][-1]["stats"]
+    where = "disk" if stats["peak_disk_bytes"] else "host memory"
+    rate = format_size(int(stats["offloaded_bytes"] / result["median_s"]))
+    return (
+        f"In each step {format_size(stats['offloaded_bytes'])} go to {where} and come back while "
+        f"the model computes, which needs {rate}/s each way. In the last step the model waited "
+        f"{stats['stall_s']:.2f} s for copies ({stats['late_reloads']} reloads were late)."
+    )
 
 
 def _ratio(value: float, base: float) -> str:
@@ -538,12 +495,11 @@ def _digits(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def _as_document(config: DemoConfig, results: Mapping[Mode, ModeResult]) -> dict[str, Any]:
+def _as_document(config: DemoConfig, results: Mapping[str, Result]) -> dict[str, Any]:
     """Return all figures for a JSON file."""
     differences = compare(results)
     settings = dataclasses.asdict(config)
     settings |= {name: str(settings[name]) for name in ("device", "out")}
-    settings["modes"] = [mode.value for mode in config.modes]
     on_cuda = config.device.type == "cuda"
     return {
         "format": FORMAT,
@@ -562,14 +518,10 @@ def _as_document(config: DemoConfig, results: Mapping[Mode, ModeResult]) -> dict
         },
         "configuration": settings,
         "modes": {
-            mode.value: {
-                "idle_bytes": result.idle_bytes,
-                "peak_bytes": result.peak_bytes,
-                "median_s": result.median_s,
-                "parameters_sha256": result.parameters_sha256,
+            mode: {
+                **result,
                 "first_difference": differences.get(mode),
                 "compared": mode in differences,
-                "steps": [dataclasses.asdict(each) for each in result.steps],
             }
             for mode, result in results.items()
         },
