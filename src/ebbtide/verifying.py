@@ -90,6 +90,19 @@ class VerifiedRun:
         """Whether the run ended, with the results of the plain one."""
         return self.difference is None and not self.error
 
+    def __str__(self) -> str:
+        """Say which run it was, and how it differs."""
+        words = "nothing provoked" if self.seed is None else f"seed {self.seed} ({self.name})"
+        words += f", order {self.order}" if self.order else ""
+        found = self.difference
+        if found is None:
+            return f"{words}, raised {self.error}" if self.error else words
+        layer = f" in {found.layer}" if found.layer else ""
+        return (
+            f"{words}, in {found.name}{layer}: {found.how}; and in {found.num_different - 1} other "
+            f"values"
+        )
+
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,13 +142,21 @@ class VerifyReport:
         return next((run for run in self.runs if not run.is_same), None)
 
     @property
+    def result(self) -> str:
+        """The result in words."""
+        orders = count(len(self.runs), "order")
+        bad = [run for run in self.runs if not run.is_same]
+        if bad:
+            return f"DIFFERENT in {len(bad)} of {orders}, first with {bad[0]}"
+        if not self.has_moved:
+            return "NOTHING WAS OFFLOADED, so nothing was verified; have smaller tensors offloaded"
+        seeds = [run.seed for run in self.runs if run.seed is not None]
+        return f"THE SAME in {orders}" + (f", seeds {seeds[0]} to {seeds[-1]}" if seeds else "")
+
+    @property
     def line(self) -> str:
         """The result in one line, to be pasted into an issue."""
-        bad = self.first_different
-        found = f"{count(len(self.runs), 'order')} the same" if bad is None else _brief(bad)
-        if bad is None and not self.has_moved:
-            found = "nothing was offloaded"
-        return f"ebbtide verify: {self.what}: {found}, to the bit; {self.versions}"
+        return f"ebbtide verify: {self.what}: {self.result}; to the bit; {self.versions}"
 
     def document(self) -> dict[str, Any]:
         """Return the report for JSON."""
@@ -143,63 +164,27 @@ class VerifyReport:
         return begin | dataclasses.asdict(self) | {"line": self.line}
 
     def __str__(self) -> str:
-        bad = [run for run in self.runs if not run.is_same]
-        moved = max((run.moved_bytes for run in self.runs), default=0)
-        what = f"; up to {format_size(moved)} moved in a run" if moved else ""
+        moved_bytes = max((run.moved_bytes for run in self.runs), default=0)
         kernels = ", by deterministic kernels" if self.deterministic else ""
-        rows = [
-            ("ran", self.what),
-            (
-                "",
-                f"{count(self.steps, 'step')} plainly, twice, and in "
-                f"{count(len(self.runs), 'order')} offloaded{kernels}{what}",
-            ),
-            ("compared", f"{self.compared} values of a run, to the bit: {_KINDS}"),
-        ]
-        if bad:
-            rows += self._describe(bad)
-        elif not self.has_moved:
-            rows.append(("result", "NOTHING WAS OFFLOADED, so nothing was verified"))
-            rows.append(("do", "have more offloaded, such as smaller tensors, and verify again"))
-        else:
-            seeds = [run.seed for run in self.runs if run.seed is not None]
-            span = f", seeds {seeds[0]} to {seeds[-1]}" if seeds else ""
-            rows.append(("result", f"THE SAME in {count(len(self.runs), 'order')}{span}"))
-        rows += [("", ""), ("paste", self.line)]
-        return "\n".join(line for label, text in rows for line in _laid_out(label, text))
-
-    def _describe(self, bad: list[VerifiedRun]) -> Iterator[tuple[str, str]]:
-        first = bad[0]
-        yield "result", f"DIFFERENT in {len(bad)} of {count(len(self.runs), 'order')}"
-        yield "first in", _order(first)
-        if first.error:
-            yield "raised", first.error
-        if first.difference is not None:
-            yield "value", first.difference.name
-            yield "layer", first.difference.layer or "none"
-            yield "by", first.difference.how
-            others = first.difference.num_different - 1
-            yield "", f"{others} of {self.compared - 1} other values differ, too"
-        again = "orders=0" if first.seed is None else f"seed={first.seed}, orders=1"
-        yield "do", f"run it again with {again}; report the line below"
+        rows = {
+            "ran": f"{self.what}; {count(self.steps, 'step')} plainly, twice, and in "
+            f"{count(len(self.runs), 'order')} offloaded{kernels}; up to "
+            f"{format_size(moved_bytes)} moved in a run",
+            "compared": f"{self.compared} values of a run, to the bit: {_KINDS}",
+            "result": self.result,
+        }
+        bad = self.first_different
+        if bad is not None:
+            again = "orders=0" if bad.seed is None else f"seed={bad.seed}, orders=1"
+            rows["do"] = f"run it again with {again}; report the line below"
+        return "\n".join(_laid_out(*row) for row in (rows | {"paste": self.line}).items())
 
 
-def _laid_out(label: str, text: str) -> list[str]:
-    lines = textwrap.wrap(text, 80 - _INDENT, max_lines=3, placeholder=" ...") or [""]
-    lines = [f"{' ' * _INDENT}{line}".rstrip() for line in lines]
-    return [f"{label:<{_INDENT}}{lines[0][_INDENT:]}".rstrip(), *lines[1:]]
-
-
-def _brief(run: VerifiedRun) -> str:
-    if run.error:
-        return f"{_order(run)} raised {run.error.partition(':')[0]}"
-    assert run.difference is not None
-    return f"DIFFERENT with {_order(run)} in {run.difference.name}, {run.difference.how}"
-
-
-def _order(run: VerifiedRun) -> str:
-    seed = "nothing provoked" if run.seed is None else f"seed {run.seed} ({run.name})"
-    return seed + (f", order {run.order}" if run.order else "")
+def _laid_out(label: str, text: str) -> str:
+    begin = f"{label:<{_INDENT}}"
+    return textwrap.fill(
+        text, 80, initial_indent=begin, subsequent_indent=" " * _INDENT, max_lines=5
+    )
 
 
 # ---- The verification ----
