@@ -78,13 +78,13 @@ def _saved_on_cpu(study: Study, length: int) -> SavedOnCpu:
 def _largest(name: str, study: Study, device_bytes: int) -> list[dict[str, Any]]:
     entries = []
     for limit in find_limits(study, device_bytes):
-        assert limit.length is not None
-        size = Size(limit.length, study.family.size.batch)
-        if limit.method in METHODS and limit.method != "planned":
-            peak = study.rule(METHODS[limit.method], device_bytes, size).prediction.peak_bytes
+        method, length = limit["method"], limit["length"]
+        size = Size(length, study.family.size.batch)
+        if method != "planned":
+            peak = study.rule(METHODS[method], device_bytes, size).prediction.peak_bytes
         else:
             peak = study.find(device_bytes, size).prediction.peak_bytes
-        entries.append(_entry(name, study, limit.method, limit.length, peak, limit.length_step_s))
+        entries.append(_entry(name, study, method, length, peak, limit["length_step_s"]))
     length = _largest_saved_on_cpu(study, device_bytes)
     found = _saved_on_cpu(study, length)
     entries.insert(3, _entry(name, study, "save_on_cpu", length, found.peak_bytes, found.step_s))

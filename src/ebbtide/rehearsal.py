@@ -58,10 +58,7 @@ def rehearse(
     schedule.check()
     layers = {each.unit.layer for each in schedule.order}
     real_bytes = {layer: _size(layer_bytes, layer) for layer in layers}
-    if not _is_positive(bandwidth_bytes_per_s):
-        raise PolicyError(
-            f"bandwidth_bytes_per_s must be a positive number: {bandwidth_bytes_per_s!r}"
-        )
+    _positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s, min(layers))
     scale = max(real_bytes.values()) / _LARGEST_BYTES
     device = SimulatedDevice(0, 0.0, bandwidth_bytes_per_s / scale, timely=True)
     with devices_made_by(lambda _: device):
@@ -113,20 +110,11 @@ def _size(layer_bytes: int | str | Mapping[int, int | str], layer: int) -> int:
         if layer not in given:
             raise PolicyError(f"layer_bytes says nothing of layer {layer}; give it a size, too")
         given = given[layer]
-    size = parse_size_bytes(given, name="layer_bytes")
-    if not size:
-        raise PolicyError(f"layer_bytes of layer {layer} must be 1 or more")
-    return size
+    return int(_positive("layer_bytes", parse_size_bytes(given, name="layer_bytes"), layer))
 
 
 def _positive(name: str, given: PerLayer, layer: int) -> float:
     value = given.get(layer) if isinstance(given, Mapping) else given
-    if value is None or not _is_positive(value):
-        raise PolicyError(
-            f"{name} of layer {layer} must be a positive number of seconds: {value!r}"
-        )
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise PolicyError(f"{name} of layer {layer} must be a positive number: {value!r}")
     return value
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

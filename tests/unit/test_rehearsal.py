@@ -67,7 +67,7 @@ def test_microbatches_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"layer_bytes": 0}, "1 or more"),
+        ({"layer_bytes": 0}, "layer_bytes of layer [01] must be a positive number"),
         ({"layer_bytes": {0: 1}}, "nothing of layer 1"),
         ({"layer_bytes": "many"}, "layer_bytes"),
         ({"forward_s": 0.0}, "forward_s of layer 0"),

@@ -278,23 +278,13 @@ METHODS: Final = {
 _MOST_UNITS: Final = 2**20
 
 
-class Limit(NamedTuple):
-    """The largest size that fits with one way to train.
+Limit = dict[str, Any]
+"""The largest size that fits with one way to train.
 
-    Attributes:
-        method: the way to train.
-        length: the largest length at the batch that was asked for; None: not even the smallest
-            fits.
-        length_step_s: predicted seconds of its step.
-        batch: the largest batch at the length that was asked for; None: not even one sample fits.
-        batch_step_s: predicted seconds of its step.
-    """
-
-    method: str
-    length: int | None = None
-    length_step_s: float | None = None
-    batch: int | None = None
-    batch_step_s: float | None = None
+``method``: the way to train; ``length``: the largest length at the batch that was asked for, None
+if not even the smallest fits or there is none; ``length_step_s``: predicted seconds of its step;
+``batch`` and ``batch_step_s``: the same for the batch, at the length that was asked for.
+"""
 
 
 def find_limits(
@@ -310,16 +300,16 @@ def find_limits(
     family = study.family
     found = []
     for method in METHODS:
-        values: dict[str, Any] = {}
+        limit: Limit = {"method": method}
         for what, name in (("length", family.length_name), ("batch", "batch")):
-            if getattr(family.size, what) is None:
-                continue
-            say(f"largest {name}, {method}")
-            size = _largest_size(study, method, what, device_bytes)
+            limit[what] = limit[f"{what}_step_s"] = size = None
+            if getattr(family.size, what) is not None:
+                say(f"largest {name}, {method}")
+                size = _largest_size(study, method, what, device_bytes)
             if size is not None:
-                values[what] = getattr(size, what)
-                values[f"{what}_step_s"] = _step_s(study, method, size, device_bytes)
-        found.append(Limit(method, **values))
+                limit[what] = getattr(size, what)
+                limit[f"{what}_step_s"] = _step_s(study, method, size, device_bytes)
+        found.append(limit)
     return found
 
 
@@ -568,12 +558,12 @@ def _largest(found: Findings) -> Iterator[RenderableType]:
     heads += ["batch", "step"] if family.size.batch is not None else []
     rows = []
     for limit in found.limits:
-        row = [limit.method]
+        row = [limit["method"]]
         if family.size.length is not None:
-            length = "none" if limit.length is None else family.describe_length(limit.length)
-            row += [length, _seconds_or_dash(limit.length_step_s)]
+            length = limit["length"] and family.describe_length(limit["length"])
+            row += [length or "none", _seconds_or_dash(limit["length_step_s"])]
         if family.size.batch is not None:
-            row += [str(limit.batch or "none"), _seconds_or_dash(limit.batch_step_s)]
+            row += [str(limit["batch"] or "none"), _seconds_or_dash(limit["batch_step_s"])]
         rows.append(row)
     fits = format_size(found.budget_bytes)
     yield f"The largest that fits into {fits}, all else as above (predicted)"
@@ -682,7 +672,7 @@ def as_document(found: Findings) -> str:
         },
         "plan": None if found.chosen is None else json.loads(found.chosen.plan.to_json()),
         "prediction": None if found.chosen is None else found.chosen.prediction._asdict(),
-        "limits": [limit._asdict() for limit in found.limits],
+        "limits": list(found.limits),
     }
     return json.dumps(content, indent=1, allow_nan=False)
 
