@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import softdevice
 from ebbtide import VerifyReport, verifying
-from ebbtide.devices.provoked import FreedMemoryPoison, Provocation, find_sleep
-from ebbtide.devices.simulated import POISON
-from ebbtide.runtime.torch_internals import TorchDispatchMode, tree_leaves
+from ebbtide.devices.provoked import POISON, FreedMemoryPoison, Provocation, find_sleep
 from ebbtide.verifying import Outcome
 
 WIDTH = 64

@@ -8,18 +8,13 @@ import pytest
 
 from doctor_cases import GIB, MIB, Examination, links, on_cpu, on_gpu, pinning
 from ebbtide.planning import Hardware, Kind
-from ebbtide.tools import doctor
-from ebbtide.tools.doctor import build_report
+from ebbtide.tools.doctor import advise, build_report
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that glibc returns."""
     monkeypatch.setattr("ebbtide.stores.measured_memory._refusal", lambda: None)
-
-
-def advise(found: Examination) -> list[str]:
-    return list(doctor.advise(found))
 
 
 REFUSED = pinning(0.4, "cudaHostRegister: out of memory")
@@ -54,7 +49,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_illness_has_one_advice(name: str) -> None:
     found, expected = CASES[name]
-    advice = advise(found)
+    advice = list(advise(found))
     matching = [text for text in advice if re.search(expected, text)]
     assert len(matching) == 1, advice
     assert len(advice) == 1, advice
@@ -62,7 +57,7 @@ def test_each_illness_has_one_advice(name: str) -> None:
 
 @pytest.mark.parametrize("found", [on_cpu(), on_gpu()])
 def test_a_healthy_machine_needs_no_advice(found: Examination) -> None:
-    assert advise(found) == []
+    assert list(advise(found)) == []
     report = build_report(found, [])
     assert "Nothing was found that slows ebbtide here." in report
 
@@ -105,14 +100,14 @@ def test_both_ways_are_never_faster_than_their_sum() -> None:
 def test_no_hardware_without_what_a_plan_needs(missing: str) -> None:
     found = on_cpu({missing: {} if missing == "matmul" else None})
     assert found.hardware() is None
-    assert build_report(found, advise(found))
+    assert build_report(found, list(advise(found)))
 
 
 @pytest.mark.parametrize("missing", ["fft", "disk"])
 def test_hardware_without_the_rest(missing: str) -> None:
     found = on_cpu({missing: None, "problems": {missing: "RuntimeError: not compiled with MKL"}})
     assert found.hardware() is not None
-    report = build_report(found, advise(found))
+    report = build_report(found, list(advise(found)))
     assert f"{missing}: RuntimeError: not compiled with MKL" in report
 
 
@@ -121,7 +116,7 @@ def test_hardware_without_the_rest(missing: str) -> None:
 
 @pytest.mark.parametrize("found", [case for case, _ in CASES.values()], ids=list(CASES))
 def test_reports_fit_80_columns(found: Examination) -> None:
-    report = build_report(found, advise(found))
+    report = build_report(found, list(advise(found)))
     assert max(map(len, report.splitlines())) <= 80
     assert report.splitlines()[0] == "This machine"
     assert "What ebbtide can do here" in report
