@@ -22,6 +22,7 @@ _LARGEST_BYTES: Final = 4096  # size that the largest layer is scaled down to
 PerLayer = float | Mapping[int, float]
 
 
+@torch.inference_mode(False)  # autograd is to record, whatever is around
 def rehearse(
     schedule: Schedule,
     *,
@@ -68,14 +69,13 @@ def rehearse(
             activations=ActivationPolicy(min_bytes=1, rebuild=False),
             trace=True,
         )
-    last = {each.unit: each for each in schedule.order}
     factor = torch.ones((), requires_grad=True, device="cpu")
     graphs: dict[Unit, Any] = {}
     for each in schedule.order:
         layer, microbatch = each.unit.layer, each.unit.microbatch
         duration_s = _positive("forward_s", forward_s, layer)
         if each.is_forward:
-            with torch.enable_grad(), session.layer(layer, microbatch=microbatch):
+            with session.layer(layer, microbatch=microbatch):
                 device.compute(duration_s)
                 size = max(1, round(real_bytes[layer] / scale / factor.itemsize))
                 graphs[each.unit] = (factor * torch.zeros(size, device="cpu")).grad_fn
@@ -87,8 +87,6 @@ def rehearse(
         session.begin_backward(layer, microbatch=microbatch, part=each.direction.value)
         _ = graphs[each.unit]._saved_other  # is needed now
         device.compute(duration_s if whole else duration_s / 2)
-        if each == last[each.unit]:
-            del graphs[each.unit]
     graphs.clear()
     events = session.trace.events
     session.close()

@@ -39,6 +39,7 @@ def test_the_hardware_of_this_machine(tmp_path: Path) -> None:
     assert 1e8 < hardware.matmul_fp32_flops < 1e15
     assert 1e6 < hardware.h2d_bytes_per_s <= hardware.device_memory_bytes_per_s < 1e13
     assert 1e6 < hardware.d2h_bytes_per_s <= 1e12
+    assert 0 <= hardware.link_latency_s < 0.1
     assert hardware.device_memory_bytes <= psutil.virtual_memory().total
     assert hardware.disk_write_bytes_per_s > 1e6
     figures = json.loads(done.stdout)["figures"]

@@ -1,8 +1,10 @@
 """A schedule rehearsed: the same engine, in virtual time; and the command that shows it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from commands import call
 from ebbtide import PolicyError, ScheduleError, Trace, rehearse, schedule
@@ -27,6 +29,14 @@ def test_a_fast_link_costs_nothing() -> None:
     for event in copies:
         assert event.size_bytes == 64 * MIB
         assert event.duration_s == pytest.approx(64 * MIB / 64e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_where_autograd_does_not_record_it_is_the_same(around: Any) -> None:
+    plan = schedule.default(1, 3)
+    expected = rehearse(plan).events
+    with around():
+        assert rehearse(plan).events == expected
 
 
 def test_a_slow_link_makes_compute_wait() -> None:
