@@ -307,3 +307,22 @@ def test_a_batch_of_a_class_of_its_own_is_given_to_the_model_whole() -> None:
     expected = fake_profile(plain, x, H100, layers=[*plain])
     assert [each.name for each in found.layers] == ["blocks.0", "blocks.1", "blocks.2"]
     assert found.layers[1].storages == expected.layers[1].storages
+
+
+def test_what_is_saved_before_a_layer_saves_it_is_not_the_layers() -> None:
+    class Saved(nn.Module):
+        def __init__(self, before: bool) -> None:
+            super().__init__()
+            self.layer, self.before = nn.Linear(16, 16), before
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.exp()
+            y = hidden.sin() if self.before else 0  # saves `hidden`, as the layer does
+            return self.layer(hidden + 1 if not self.before else hidden) + y
+
+    for before, sizes in ((True, []), (False, [4 * 16 * 4])):
+        model = Saved(before)
+        profile = fake_profile(
+            model, torch.ones(4, 16).requires_grad_(), H100, layers=[model.layer]
+        )
+        assert [each.size_bytes for each in profile.layers[0].storages] == sizes
