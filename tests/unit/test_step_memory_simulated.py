@@ -62,6 +62,18 @@ def test_owners_add_up_to_the_accounts_peak(policy: ebbtide.ActivationPolicy, se
     handle.detach()
 
 
+def test_a_source_goes_when_its_copy_is_complete_however_much_may_be_in_flight() -> None:
+    model = nn.Sequential(*[Block() for _ in range(6)])
+    device = SimulatedDevice(0, eagerness=0.9)
+    policy = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False, max_inflight_bytes="1GiB")
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16), bound_bytes=2**30):
+        handle = ebbtide.offload(model, activations=policy)
+    model(torch.randn(8, 16))
+    assert handle.stats.peak_device_bytes < handle.stats.offloaded_bytes / 2
+    device.finish_copies()
+    handle.detach()
+
+
 def test_a_change_that_nobody_notes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: here nothing that leaves is noted."""
     change = MemoryLog.change

@@ -335,7 +335,7 @@ class SimulatedDevice(AbstractDevice):
 
     Args:
         seed: decides every choice; the same calls with the same seed give the same `trace`.
-        eagerness: how often a copy runs earlier than it must, from 0 (never) to 1.
+        eagerness: how often a copy runs earlier than it must, from 0 (never) to less than 1.
         bandwidth_bytes_per_s: the bandwidth of the link in each direction, in virtual time.
         timely: whether virtual time, instead of chance, decides when events are reached.
 
