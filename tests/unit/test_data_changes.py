@@ -1,6 +1,7 @@
 """Changes that no version counter sees, and resizes: what backward finds after them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from plainly import (
     batch,
     gradients,
     not_offloaded,
+    train,
     training,
 )
 from waiting import await_copies
@@ -103,6 +105,60 @@ def test_offloaded_activations_are_seen_as_save_on_cpu_sees_them(rebuild: bool) 
         assert not torch.equal(seen, new)
     for seen, new in zip(kept, plain, strict=True):
         assert torch.equal(seen, new)
+
+
+class _Assign(torch.autograd.Function):
+    """Writes a column of a buffer without a version, as a solver of torchdiffeq does."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, value: Tensor, column: int) -> Tensor:
+        ctx.column = column
+        buffer.data[..., column] = value
+        return buffer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], grads[0][..., ctx.column], None
+
+
+def _fill_by_function(buffer: Tensor, value: Tensor, column: int) -> Tensor:
+    return _Assign.apply(buffer, value, column)
+
+
+def _fill_by_data(buffer: Tensor, value: Tensor, column: int) -> Tensor:
+    buffer.data[..., column] = value.detach()
+    return buffer
+
+
+@pytest.mark.parametrize("how", [*ACTIVATIONS, "recompute"])
+@pytest.mark.parametrize("fill", [_fill_by_function, _fill_by_data])
+def test_a_buffer_that_is_filled_part_by_part(
+    fill: Callable[[Tensor, Tensor, int], Tensor], how: str
+) -> None:
+    """Autograd saves the parts that are filled; the first of them is most of the buffer."""
+    columns, ready = 5, list[Callable[[], None]]()
+
+    def compute(block: Block, x: Tensor) -> Tensor:
+        buffer = torch.zeros(*x.shape, columns)
+        for column in range(columns):
+            buffer = fill(buffer, block.first(x), column)
+            if column >= columns // 2:
+                weights = block.second.weight[0, : column + 1] + x.mean()
+                x = x + (buffer[..., : column + 1] * weights).sum(-1)
+                ready[0]()
+        return x
+
+    def program(offload: Offload) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = Net(compute)
+        with offload(model) as handle:
+            on_cpu = handle is not None and how != "device"  # there, copies run in any order
+            ready[:] = [lambda: await_copies(handle) if on_cpu else None]
+            return train(model, not_offloaded)
+
+    recompute = ActivationPolicy(min_bytes=1, mode="recompute+offload")
+    ways = ACTIVATIONS | {"recompute": lambda model: ebbtide.offload(model, activations=recompute)}
+    assert_same_bits(program, ways[how])
 
 
 # ---- tensors that are resized --------------------------------------------------------------------

@@ -138,8 +138,14 @@ def test_small_slice_moves_itself_and_not_its_storage(bench: Bench) -> None:
 
 
 def test_large_slice_moves_its_whole_storage(bench: Bench) -> None:
-    _restored(bench, lambda: torch.randn(1000, 64)[:600])
+    x = torch.randn(1000, 64, requires_grad=True)
+    bench.run(lambda x: (x * 1.5)[:600].square().sum(), x).backward()
     assert bench.stats.offloaded_bytes == 1000 * 64 * 4
+
+
+def test_slice_of_memory_that_the_graph_has_not_made_moves_itself(bench: Bench) -> None:
+    _restored(bench, lambda: torch.randn(1000, 64)[:600])
+    assert bench.stats.offloaded_bytes == 600 * 64 * 4
 
 
 def test_one_storage_saved_many_times_moves_once(bench: Bench) -> None:

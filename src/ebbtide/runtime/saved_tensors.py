@@ -347,6 +347,11 @@ class SavedTensorHooks:
                 "all that autograd saved are parameters, buffers, or casts of them, which "
                 "weights=ebbtide.WeightPolicy() offloads"
             )
+        elif meter.recomputed:
+            why = (
+                "the layers that it recomputes save nothing but their inputs; name larger ones "
+                "with layers=[...]"
+            )
         elif self._placement.min_bytes > 1:
             why = (
                 f"none of the {meter.num_saved} tensors that autograd saved is in a chosen layer "
@@ -540,7 +545,7 @@ class SavedTensorHooks:
     def _find_form(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
         """Return which bytes of a storage are offloaded for a tensor; see `StorageRecord`."""
         view = None
-        if not tensor.is_contiguous() or 2 * tensor.nbytes < storage.nbytes():
+        if not tensor.is_contiguous() or tensor.nbytes < storage.nbytes():
             view = _find_view(tensor, storage)
         if view is not None:
             return tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
@@ -589,14 +594,19 @@ class SavedTensorHooks:
 
 
 def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, ...] | None:
-    """Return the shape to gather a view in that covers less than half of its storage.
+    """Return the shape to gather a view in, if its storage is not to be offloaded as a whole.
 
-    The shape is that of the tensor, with broadcast dimensions of size 1. None means that the whole
-    storage is to be offloaded.
+    The shape is that of the tensor, with broadcast dimensions of size 1. None means that the view
+    covers half of its storage or more.
     """
     size, stride = tensor.shape, tensor.stride()
     distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
-    if 2 * math.prod(distinct) * tensor.itemsize >= storage.nbytes():
+    whole = tensor if tensor._base is None else tensor._base
+    # Of memory that no operation of the graph has made as a whole, the view
+    # alone is copied. Programs fill such a buffer part by part without a version, as torchdiffeq's
+    # solvers do: a later part would share the bytes from before it was filled.
+    least_bytes = storage.nbytes() if whole.grad_fn is None else storage.nbytes() / 2
+    if math.prod(distinct) * tensor.itemsize >= least_bytes:
         return None
     return None if _may_overlap(distinct, stride) else distinct
 
