@@ -6,6 +6,7 @@ import inspect
 import io
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,70 @@ def test_copy_of_an_offloaded_model_is_a_plain_model(wrap: bool, how: str) -> No
     assert torch.equal(copied(x), x)  # its own weights, not the original's
     assert not torch.equal(model(x), x)
     ebbtide.offload(copied).detach()
+
+
+def _shallow(model: nn.Module) -> nn.Module:
+    return copy.copy(model)
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    """As `DataParallel` and learn2learn copy a module, and share its hooks."""
+    copied = model.__new__(type(model))
+    copied.__dict__ = model.__dict__.copy()
+    return copied
+
+
+def _functional(model: nn.Module) -> nn.Module:
+    """As higher copies a module: the attributes, without the hooks, in a class of its own."""
+
+    class Functional(type(model)):  # type: ignore[misc]
+        def forward(self, *args: object) -> Tensor:
+            self.called = True
+            return super().forward(*args)
+
+    copied = Functional()
+    for name, value in vars(model).items():
+        if not name.startswith("_"):
+            setattr(copied, name, value)
+    return copied
+
+
+WAYS_TO_OFFLOAD = {
+    "offload": lambda model: ebbtide.offload(model),
+    "weights": lambda model: ebbtide.offload(model, weights=ebbtide.WeightPolicy()),
+    "recompute": lambda model: ebbtide.offload(
+        model, activations=ActivationPolicy(mode="recompute", min_bytes=1)
+    ),
+    "wrap": lambda model: setattr(
+        model, "forward", ebbtide.wrap_forward_with_offload(model.forward)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WAYS_TO_OFFLOAD)
+@pytest.mark.parametrize("of_a_copy", [False, True], ids=["of it", "of a deep copy"])
+@pytest.mark.parametrize("make", [_shallow, _replica, _functional])
+def test_copy_of_the_attributes_of_an_offloaded_model_is_a_plain_model(
+    make: Callable[[nn.Module], nn.Module], of_a_copy: bool, how: str
+) -> None:
+    """It has the model's replaced forwards; what is put in it afterwards counts."""
+    model = Model()
+    WAYS_TO_OFFLOAD[how](model)
+    source = copy.deepcopy(model) if of_a_copy else model
+    copied, block = make(source), make(source.blocks[0])
+    copied._modules = {"blocks": nn.ModuleList([Block(), Block()])}
+    block._modules = {"first": nn.Linear(32, 32), "second": nn.Linear(32, 32)}
+    x = torch.randn(2, 32)
+    for _ in range(2):  # a recomputed layer is verified first
+        model(x).sum().backward()
+        expected = x
+        for each in copied.blocks:
+            expected = Block.forward(each, expected)
+        assert torch.equal(copied(x), expected)
+        assert torch.equal(block(x), Block.forward(block, x))
+        copied(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert not hasattr(copied, "called") or copied.called  # the forward of its own class
 
 
 def test_signature_and_docstring_stay() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
-from ebbtide.runtime.torch_internals import find_compiler, set_compiler
+from ebbtide.runtime.torch_internals import find_called, find_compiler, set_compiler
 
 is_traced = torch.compiler.is_compiling
 """Whether the compiler traces this call. The compiler takes the answer for a constant."""
@@ -274,11 +274,17 @@ class ForwardReplacement:
     """What is called in the place of a forward, whose name, documentation and attributes it has.
 
     A copy of this object (`copy.deepcopy` of the model, an EMA, a pickle) is the plain forward of
-    the copied module.
+    the copied module. A module that has this very object, as a copy of its attributes has it, calls
+    a plain forward of its own.
 
     Args:
         forward: the forward that is replaced. If it is a module's, the module is not kept alive.
+
+    Attributes:
+        kept: what keeps that module alive, if something must.
     """
+
+    kept: Callable[..., Any] | None
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         # As `functools.update_wrapper`, which would refer to the forward.
@@ -291,6 +297,9 @@ class ForwardReplacement:
         is_method = isinstance(forward, types.MethodType) and isinstance(owner, nn.Module)
         self._bound_to = weakref.ref(owner) if is_method else None
         self._function: Any = getattr(forward, "__func__", forward) if is_method else forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.find_forward_of_copy() or self._forward)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__wrapped__":  # which its class has not
@@ -324,11 +333,35 @@ class ForwardReplacement:
             return functools.partial(self._function, owner)
         return types.MethodType(self._function, owner)
 
+    def find_forward_of_copy(self) -> Callable[..., Any] | None:
+        """Return the forward to call instead, if a copy of the module calls this object.
+
+        `copy.copy`, `DataParallel`, and the clones of higher and learn2learn have the attributes of
+        the module, this object among them, and modules or weights of their own. To be called by
+        `__call__`.
+        """
+        if is_traced():
+            return None
+        module, owner = find_called(1), self._owner
+        if module is None or module is owner or not isinstance(module, type(owner)):
+            return None
+        if vars(module).get("forward") is not self:
+            return None  # other code calls this for a module of its own
+        function = self._function
+        while isinstance(function, ForwardReplacement):
+            function = function._function
+        if function is type(owner).forward:
+            function = type(module).forward  # the copy may have another class
+        return types.MethodType(function, module)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         copied = memo.get(id(self._owner))
         if isinstance(copied, nn.Module):
             # Not that of its class: other code may have bound a function of its own to the module.
-            return types.MethodType(self._function, copied)
+            bound = types.MethodType(self._function, copied)
+            plain = ForwardReplacement(bound)
+            plain.kept = bound
+            return plain
         return self._forward
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -340,6 +373,7 @@ class ForwardReplacement:
 
 skip_in_compiler(vars(ForwardReplacement)["_forward"].fget)
 skip_in_compiler(vars(ForwardReplacement)["_owner"].fget)
+skip_in_compiler(ForwardReplacement.find_forward_of_copy)
 
 
 def itself(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,6 +168,9 @@ class OffloadedForward(ForwardReplacement):
             if args[0] is not owner:
                 return self._function(*args, **kwargs)  # it is bound to a copy of the model
             args = args[1:]
+        of_copy = self.find_forward_of_copy()
+        if of_copy is not None:
+            return of_copy(*args, **kwargs)
         if self.kept is not None and vars(owner).get("forward") is self:
             self.kept = None
         if not self._active:

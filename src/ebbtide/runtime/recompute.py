@@ -601,6 +601,9 @@ class RecomputedForward(ForwardReplacement):
             return forward(*args, **kwargs)
         if args and args[0] is module:
             args = args[1:]  # accelerate binds what it finds in `module.forward` to it again
+        of_copy = self.find_forward_of_copy()
+        if of_copy is not None:
+            return of_copy(*args, **kwargs)
         recomputing = self._find_recomputing()
         if recomputing is None or module is None:
             return forward(*args, **kwargs)

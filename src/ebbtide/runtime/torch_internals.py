@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, Final
@@ -304,6 +305,24 @@ _COMPRESSED = {
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
+
+
+_CALL: Final = nn.Module._call_impl.__code__
+_CALLS: Final = {
+    _CALL,
+    *(each for each in _CALL.co_consts if isinstance(each, CodeType)),
+    nn.Module._slow_forward.__code__,
+}
+
+
+def find_called(depth: int) -> Any:
+    """Return the module in whose call the caller was called by torch; None if code has called it.
+
+    Args:
+        depth: number of functions between the caller and torch.
+    """
+    frame = sys._getframe(depth + 2)
+    return frame.f_locals.get("self") if frame.f_code in _CALLS else None
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
