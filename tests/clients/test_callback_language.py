@@ -121,7 +121,7 @@ def test_supervised_fine_tuning_twice(options: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "whole model"])
-@pytest.mark.filterwarnings("ignore:the whole model is compiled as one region")
+@pytest.mark.filterwarnings("ignore:.*compiled as one region")
 def test_compiled(whole: bool, tmp_path: Path) -> None:
     found = []
     for offloaded in (False, True):

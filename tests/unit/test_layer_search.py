@@ -304,6 +304,30 @@ def test_models_of_the_zoo_call_the_layers_that_were_found(
     assert len(calls) == num_calls
 
 
+# Modules that compare in their own way
+
+
+class Metric(nn.Module):
+    """As those of torchmetrics: `==` makes another metric, which is true."""
+
+    def __eq__(self, other: object) -> bool:
+        return bool([self, other])
+
+    def __hash__(self) -> int:
+        return hash(("Metric", id(self)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_metrics_inside_a_model_are_no_layers() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Metric(), nn.Linear(4, 4), Metric())
+    assert find_layers(plain).names == ["0", "3"]
+    unet = UNet()
+    unet._modules = {"metric": Metric(), **unet._modules}
+    assert find_layers(unet).names == find_layers(UNet()).names
+
+
 # What the handle says
 
 

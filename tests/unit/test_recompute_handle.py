@@ -109,8 +109,17 @@ def test_a_model_compiled_as_one_region() -> None:
     model = stack(3)
     with ebbtide.offload(model, activations=policy("recompute")):
         whole = torch.compile(model, backend="aot_eager", fullgraph=True)
-        with warned("compiled-whole"):
+        with warned("no-layer-called"):
             whole(*draw())
+
+
+def test_layers_that_save_only_their_inputs_are_said_to_be_that() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Hardtanh(), nn.Linear(8, 8))
+    with ebbtide.offload(model, activations=policy("recompute")):
+        model(torch.randn(4, 8)).sum().backward()
+        model(torch.randn(4, 8)).sum().backward()
+        with warned("nothing-offloaded"):
+            model(torch.randn(4, 8))
 
 
 # Reports

@@ -81,6 +81,18 @@ class CountOfClass(Layer):
         return y / self.calls
 
 
+class CountOnWeight(Layer):
+    """As Opacus counts in a hook how often a forward uses a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.uses = 0
+
+    def change(self, y: Tensor) -> Tensor:
+        self.linear.weight.uses += 1
+        return y / self.linear.weight.uses
+
+
 class Log(Layer):
     def change(self, y: Tensor) -> Tensor:
         log.append(len(log))
@@ -292,6 +304,7 @@ def _train(kind: type[nn.Module], **offload: Any) -> list[Any]:
         loss.backward()
         found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
         found.append((calls, CountOfClass.calls, factor, tuple(log), tuple(window), state.calls))
+        found.append([vars(p).copy() for p in model.parameters()])
         found.append((means.tobytes(), settings.calls, str(nested), str(_defaults())))
         found += [each.numpy().tobytes() for each in norms[0].buffers()]
         found += [each.numpy().tobytes() for each in (centres["centre"], scale)]
@@ -330,6 +343,23 @@ class OwnDict(OrderedDict[str, int]):
 
     def update(self, *_: Any) -> None:  # type: ignore[override]
         raise TypeError
+
+
+class OwnTuple(tuple[Any, ...]):
+    """As the representations of e3nn, which have no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def _in_own_tuple() -> Callable[[], float]:
+    held = OwnTuple([[0]])
+
+    def count() -> float:
+        held[0].append(1)
+        return float(sum(held[0]))
+
+    return count
 
 
 def _in_own_dict() -> Callable[[], float]:
@@ -398,6 +428,7 @@ def _add_to_first(held: Any) -> None:
 HOLDERS: dict[str, Callable[[], Callable[[], float]]] = {
     "slots": Slots,
     "own dict": _in_own_dict,
+    "own tuple": _in_own_tuple,
     "own list": lambda: _growing(OwnList(), lambda held: held.append(1)),
     "own set": lambda: _growing(OwnSet(), lambda held: held.add(len(held) + 1)),
     "UserList": lambda: _growing(UserList(), lambda held: held.append(1)),

@@ -380,6 +380,37 @@ def test_a_hook_that_is_there_in_the_forward_only() -> None:
     refused(build(Block2), REPLACED, backward=backward)
 
 
+def test_a_hook_of_the_layer_itself_that_is_there_in_the_forward_only() -> None:
+    """It runs around the layer's forward, and not when that runs again."""
+
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        hooks = [each.register_forward_hook(lambda _m, _i, y: y.cos() * 2) for each in model.layers]
+        value = loss(model, inputs)
+        for hook in hooks:
+            hook.remove()
+        value.backward()
+        return value
+
+    recomputed(build(Block2), backward=backward)
+
+
+def test_what_a_hook_has_taken_from_a_layer_dies_with_the_hook() -> None:
+    """As in an attribution of Captum, the layer's own backward never comes."""
+    model = build(Block2)()
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        for _ in range(3):
+            step(handle, model)
+            taken = dict[int, Tensor]()
+            hook = model.layers[0].register_forward_hook(
+                lambda _m, _i, y, taken=taken: taken.setdefault(0, y)
+            )
+            out = model(*draw())
+            hook.remove()
+            torch.autograd.grad(out.sum(), taken[0])
+            del hook, out, taken
+            assert not handle.inspect().in_flight.saved_tensors
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_weights_that_are_frozen_or_thawed_before_backward(first: bool) -> None:
     def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:

@@ -144,23 +144,6 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def warn_of_one_region(*, recomputes: bool = False) -> None:
-    """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
-    if recomputes:
-        warn_user(
-            "compiled-whole",
-            "the whole model is compiled as one region, in which no layer is recomputed. Compile "
-            "its layers one by one instead, and offload the model that holds them",
-        )
-        return
-    warn_user(
-        "compiled-whole",
-        "the whole model is compiled as one region, whose backward needs all its saved tensors "
-        "at once: offloading saves memory in forward only, not at the peak. Compile its "
-        "layers one by one instead, and offload the model that holds them",
-    )
-
-
 @final
 class LayerTracker:
     """Numbers the layers of each forward.
@@ -254,7 +237,13 @@ class LayerTracker:
         self._order = forward.called
         if not num_calls and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
-            warn_of_one_region(recomputes=self._recomputes)
+            warn_user(
+                "no-layer-called",
+                "a forward has called none of the layers as modules, so none of them counts or is "
+                "recomputed. If the whole model is compiled as one region, whose backward needs "
+                "all its saved tensors at once, compile its layers one by one instead; if not, "
+                "name modules that it calls: layers=[...]",
+            )
         wanted = self._wanted
         if wanted > num_calls and self._num_calls != num_calls and not self._is_short:
             self._is_short = True
@@ -388,7 +377,8 @@ class _Search:
                 self._add_numbered(name, holder)
         # Blocks, or simpler modules, too, if blocks hold hardly any parameters.
         blocks = self._blocks()
-        chosen = blocks if _size(blocks) >= _ENOUGH * _size(self._found) else list(self._found)
+        # A set: a list would compare modules, and metrics of torchmetrics make a metric of `==`.
+        chosen = set(blocks if _size(blocks) >= _ENOUGH * _size(self._found) else self._found)
         modules = [module for module in self._model.modules() if module in chosen]
         found = [self._found[module] for module in modules]
         # One element in a list may be called several times, as in ALBERT; only a run would tell.
@@ -555,14 +545,17 @@ class _Search:
         ]
         counts = Counter(class_of(child) for _, child in free)
         needed = {kind: _FAMILY if kind is nn.Sequential else least for kind in counts}
-        family = [child for _, child in free if counts[class_of(child)] >= needed[class_of(child)]]
+        numbers = [
+            number
+            for number, (_, child) in enumerate(free)
+            if counts[class_of(child)] >= needed[class_of(child)]
+        ]
+        family = {free[number][1] for number in numbers}
         others = known.intersection(holder.modules()).difference(*(m.modules() for m in family))
         if not family or _size(family) < _BODY * (_size([holder]) - _size(others)):
             return
-        children = [child for _, child in free]
-        first, last = children.index(family[0]), children.index(family[-1])
         for number, (child_name, child) in enumerate(free):
-            between = self._is_block(child) and first < number < last
+            between = self._is_block(child) and numbers[0] < number < numbers[-1]
             if child in family or between or self._is_like(child, family):
                 for inside in child.modules():
                     self._found.pop(inside, None)
@@ -713,7 +706,12 @@ def check_regions(model: nn.Module, policy: ActivationPolicy) -> bool:
             "compile its layers one by one instead (layer.compile()), and offload the model that "
             "holds them"
         )
-    warn_of_one_region()
+    warn_user(
+        "compiled-whole",
+        "the whole model is compiled as one region, whose backward needs all its saved tensors "
+        "at once: offloading saves memory in forward only, not at the peak. Compile its "
+        "layers one by one instead, and offload the model that holds them",
+    )
     return True
 
 

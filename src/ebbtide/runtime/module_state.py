@@ -305,13 +305,14 @@ class ModuleState:
         places = [Place((*arguments,)), Place(*PARAMETRIZATION_CACHE), *reach.places()]
         kind: list[Hashable] = []
         for each in (*modules, *self._others):
-            attributes = Place(each)
-            places += (attributes, Place(each._buffers))
+            places += (Place(each), Place(each._buffers))
             kind += (each.training, len(vars(each)))
             for parameter in each._parameters.values():
                 if parameter is not None:
                     kind += (parameter.requires_grad, type(parameter) is Tensor)
                     self._note_constant(parameter)
+                    if attributes := vars(parameter):  # such as a hook's counter of its uses
+                        places.append(Place(attributes, reach.names))
         self._content = Content(places, reach.names, lasting=lasting)
         for tensor in self._content.tensors:
             self._note_tensor(tensor)
@@ -339,11 +340,16 @@ class ModuleState:
             self._note_constant(tensor)
 
     def _read_structure(self) -> list[Hashable]:
-        """Return the modules, their hooks and their parameters; None for what is exchanged."""
+        """Return the modules, their hooks and their parameters; None for what is exchanged.
+
+        Hooks are told by torch's numbers: a hook itself may hold a graph, which may hold this. The
+        module's own run around its forward, and not when that runs again.
+        """
         found: list[Hashable] = []
         for each in (*modules_of(self._module), *self._others):
-            hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
-            found.append((each, *(hook for hook in hooks if not isinstance(hook, ModuleHook))))
+            held = () if each is self._module else (each._forward_hooks, each._forward_pre_hooks)
+            hooks = (pair for hooks in held for pair in hooks.items())
+            found.append((each, *(n for n, hook in hooks if not isinstance(hook, ModuleHook))))
             for parameter in dict.values(each._parameters):
                 if parameter is not None and type(parameter) in (nn.Parameter, Tensor):
                     found.append((id(parameter), parameter.requires_grad))

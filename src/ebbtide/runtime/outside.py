@@ -166,7 +166,9 @@ def _places_in(value: Any, names: Set[str]) -> Iterator[Place]:
         names: the names of attributes that count.
     """
     kind: Any = type(value)
-    if _container_of(value) is not None and len(value) <= _MOST_ENTRIES:
+    container = _container_of(value)
+    # Not `len(value)`: the program's own class may do otherwise, such as raise.
+    if container is not None and container.__len__(value) <= _MOST_ENTRIES:
         yield Place(value)
     if issubclass(kind, functools.partial):
         yield Place((value.func, value.args, value.keywords))
@@ -372,7 +374,11 @@ def find_reach(modules: Sequence[nn.Module]) -> Reach:
     owners: dict[Any, None] = {}
     size = 0
     while size != (size := len(names) + len(owners) + len(looked_at)):
-        roots = [Place((*_beginnings(each), *Place(each).read().values())) for each in looked_at]
+        roots = [
+            # The second forward runs inside a call of the first module, whose hooks do not run.
+            Place((*_beginnings(each, hooks=each is not modules[0]), *Place(each).read().values()))
+            for each in looked_at
+        ]
         roots += (Place(_named_in(each, names)) for each in owners)
         for owner in [each for each in owners if isinstance(each, types.FunctionType)]:
             roots += _own_places(owner)
@@ -427,15 +433,15 @@ def _own_places(function: types.FunctionType) -> Iterator[Place]:
         yield Place(defaults)
 
 
-def _beginnings(module: nn.Module) -> Iterator[Any]:
-    """The functions that torch calls in a call of a module."""
+def _beginnings(module: nn.Module, *, hooks: bool = True) -> Iterator[Any]:
+    """The functions that torch calls in a call of a module, with or without its hooks."""
     yield type(module).forward
     forward = vars(module).get("forward")
     if forward is not None:
         yield from (forward, getattr(forward, "__wrapped__", forward))
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        if hooks:
-            yield from hooks.values()
+    for held in (module._forward_hooks, module._forward_pre_hooks) if hooks else ():
+        if held:
+            yield from held.values()
 
 
 @functools.lru_cache(maxsize=4096)
