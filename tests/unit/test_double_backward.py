@@ -1,13 +1,22 @@
 """Losses with derivatives of the model in them, as in physics-informed training."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ebbtide
-from ebbtide import ActivationPolicy
+from ebbtide import ActivationPolicy, PolicyError, WeightPolicy
+from plainly import (
+    ACTIVATIONS,
+    MAPPED_WEIGHTS,
+    Block,
+    assert_same_bits,
+    on_simulated_device,
+    training,
+)
 from saying import warned
 
 POLICY = ActivationPolicy(min_bytes=1, rebuild=False)
@@ -91,3 +100,46 @@ def test_forwards_in_flight_are_one_step() -> None:
         second.backward()
         third.backward()
         assert handle.stats.num_saved == 3 * one
+
+
+# ---- Functions whose backward differentiates a module itself ------------------------------------
+
+
+class Adjoint(torch.autograd.Function):
+    """As torchdiffeq's `odeint_adjoint`: backward calls the module again, for saved weights."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module(x)
+        found = torch.autograd.grad(y, (x, *weights), *grads, allow_unused=True)
+        return None, *found
+
+
+def solve(block: Block, x: Tensor) -> Tensor:
+    return block.second(Adjoint.apply(block.first, x, *block.first.parameters()).sin())
+
+
+WITHOUT_DEVICE_WEIGHTS = ACTIVATIONS | MAPPED_WEIGHTS
+
+
+@pytest.mark.parametrize("how", WITHOUT_DEVICE_WEIGHTS)
+def test_a_backward_that_differentiates_a_module_itself(how: str) -> None:
+    assert_same_bits(training(solve), WITHOUT_DEVICE_WEIGHTS[how])
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_weights_that_come_and_go_are_refused_in_it(mode: str) -> None:
+    """Their gradients would be zero: the saved weights are of the graph of the forward."""
+    policy = ActivationPolicy(min_bytes=1, mode=mode)
+    offload = on_simulated_device(weights=WeightPolicy(), activations=policy)
+    with pytest.raises(PolicyError):
+        training(solve)(offload)

@@ -338,6 +338,9 @@ class RestingWeights(Protocol):
     @property
     def pack(self) -> Callable[[torch.Tensor, torch.Tensor], Any]: ...
 
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """Note that a backward reads a tensor that a recomputed layer has saved."""
+
     def check_process(self) -> None:
         """Check that this process offloaded the weights.
 

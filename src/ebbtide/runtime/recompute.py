@@ -491,7 +491,7 @@ class _SavedFirst:
             # Forwards that run again do so one after the other. Two
             # threads that put back the random numbers would draw from each other's.
             with _alone:
-                return self._unpack(packed)  # type: ignore[no-any-return]
+                tensor: Tensor = self._unpack(packed)
         except CheckpointError as error:
             call.verifications.raise_changed(call.layer, "", error)
         except SavedTensorModifiedError as error:
@@ -499,6 +499,9 @@ class _SavedFirst:
             if call.layer.name not in call.verifications.refused:
                 call.verifications.raise_changed(call.layer, "an input or a weight", error)
             raise
+        if call.recomputing.weights is not None:
+            call.recomputing.weights.note_read(tensor)
+        return tensor
 
     def _verify(self, number: Any) -> None:
         """Have the checkpoint run the forward again."""

@@ -101,6 +101,7 @@ class WeightTensor(AbstractAway):
                 f"forward that used it and its backward; modify weights after backward, or run "
                 f"the forward again"
             )
+        self._member.read_by, self._member.read_again = _running_node(), False
         buffer = self._weights.bring(self._group, self._member)
         if self._is_cast:
             buffer = self._member.view_of(buffer).to(self._dtype)
@@ -108,6 +109,12 @@ class WeightTensor(AbstractAway):
 
     def peek(self) -> torch.Tensor:
         return self.restore()
+
+
+def _running_node() -> tuple[int, int] | None:
+    """What identifies the node that the calling thread runs, and holds nothing of its graph."""
+    node = current_node()
+    return None if node is None else (current_graph_task(), node._sequence_nr())
 
 
 # ---- What a module holds instead of a dict of its parameters ----
@@ -398,6 +405,19 @@ class DeviceWeights(AbstractWeights):
             self._release_if_outdated(group)
         buffer = self._bring(group)
         new = [each for each in members if each.device is None and not each.is_on_device]
+        node = _running_node()
+        for each in members if node is not None else ():
+            if each.read_by == node and (each in new or each.read_again):
+                # What autograd has unpacked is of the forward's graph. The program is about to ask
+                # for its gradient in a graph of another device parameter, and to get none.
+                raise PolicyError(
+                    f"{each.name} is offloaded, and the backward of {current_node().name()} reads "
+                    f"it and calls its module again to differentiate that itself, as torchdiffeq's "
+                    f"odeint_adjoint does; the weight would get no gradient. Leave it on the "
+                    f"device: name the other layers with layers=[...], or give "
+                    f"weights=ebbtide.WeightPolicy(num_layers=0) beside a budget; or let autograd "
+                    f"differentiate the calls (odeint)"
+                )
         with torch.enable_grad():  # a later call may need gradients even if this one records none
             trained = [each for each in new if each.parameter.requires_grad]
             made = self._gradients.link(group, trained, buffer)
@@ -665,6 +685,13 @@ class DeviceWeights(AbstractWeights):
         if found is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
             return None
         return WeightTensor(self, *found, tensor, is_cast=True)
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is torch.Tensor or isinstance(tensor, DeviceParameter):
+            group = self._at.get(tensor.untyped_storage()._cdata)
+            if group is not None:
+                member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
+                member.read_by, member.read_again = _running_node(), True
 
     @_with_the_lock
     def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:

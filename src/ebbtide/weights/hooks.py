@@ -358,6 +358,9 @@ class AbstractWeights(ABC):
         """Whether the model's forward pass or one of its modules is running."""
         return False
 
+    def note_read(self, tensor: torch.Tensor) -> None:  # noqa: B027 - where nothing is exchanged
+        """Note that a backward reads a tensor that a recomputed layer has saved."""
+
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:  # noqa: ARG002
         """Replace a saved tensor by a handle if it is a view or a cast of an offloaded weight.
 

@@ -303,6 +303,8 @@ class OffloadedParameter:
         link: its last device parameter in that forward, if the group's buffer has gone since.
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
+        read_by: the backward and the node that read it last as a saved tensor.
+        read_again: whether that was one of a recomputed layer.
         has_left: whether `restore_to` has moved the parameter back to the device.
     """
 
@@ -321,6 +323,8 @@ class OffloadedParameter:
         self.device: DeviceParameter | None = None
         self.link: DeviceParameter | None = None
         self.device_leaf: torch.Tensor | None = None
+        self.read_by: tuple[int, int] | None = None
+        self.read_again = False
         self.has_left = False
 
     # ---- memory -------------------------------------------------------------------------------
