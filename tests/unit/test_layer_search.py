@@ -328,6 +328,18 @@ def test_metrics_inside_a_model_are_no_layers() -> None:
     assert find_layers(unet).names == find_layers(UNet()).names
 
 
+# What a budget plans for
+
+
+def test_a_module_with_two_names_is_planned_for_once() -> None:
+    """As the online and the averaged encoder of BYOL, and what redraws a Performer's features."""
+    net = UNet()
+    model = holding(first=net, again=holding(inner=net, stem=net.inc, head=nn.Linear(4, 4)))
+    with ebbtide.offload(model, budget="90%") as handle:
+        assert handle.layers[-1] == "again.head"
+        assert {name.partition(".")[0] for name in handle.layers[:-1]} == {"first"}
+
+
 # What the handle says
 
 

@@ -641,7 +641,7 @@ def covering_layers(model: nn.Module) -> list[str]:
         PolicyError: the model has no modules.
     """
     blocks = set(find_layers(model).modules)
-    names = list(_cover(model, "", blocks))
+    names = list(_cover(model, "", blocks, {model}))
     if not names:
         raise PolicyError(
             f"{type(model).__name__} has no modules with parameters, so it has no layers to plan "
@@ -650,18 +650,23 @@ def covering_layers(model: nn.Module) -> list[str]:
     return names
 
 
-def _cover(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[str]:
+def _cover(
+    module: nn.Module, prefix: str, blocks: set[nn.Module], known: set[nn.Module]
+) -> Iterator[str]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if is_script(child):
-            continue  # it can be no layer
+        if is_script(child) or child in known:
+            continue  # it can be no layer, or has the name by which the model knows it first
         if child in blocks:
+            known.update(child.modules())
             yield path
         elif isinstance(child, nn.ModuleList | nn.ModuleDict) or not blocks.isdisjoint(
             child.modules()
         ):
-            yield from _cover(child, f"{path}.", blocks)
+            known.add(child)
+            yield from _cover(child, f"{path}.", blocks, known)
         elif next(child.parameters(), None) is not None:
+            known.update(child.modules())
             yield path
 
 
