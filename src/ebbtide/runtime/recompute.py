@@ -269,11 +269,12 @@ def recompute_later(
     if state.is_lazy:  # only this forward knows the shapes of its weights
         account.note_verifying()
         return forward(*args, **kwargs)
-    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device), has_modes()
+    modes = has_modes()
+    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device), modes
     verified = account.verifications.find(kind)
     if verified is None:
         account.note_verifying()
-    call = _Call(recomputing, module, forward, arguments, state, kind, verified)
+    call = _Call(recomputing, module, forward, arguments, state, modes, kind, verified)
     device = hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
@@ -309,6 +310,7 @@ class _Call:
         forward: its forward.
         arguments: the arguments, without their tensors.
         state: the state of the module.
+        under_modes: whether the first forward runs under modes of the program.
         kind: the kind of call.
         verified: what is known of the kind; None: it is verified now.
         digests: digests of what the first forward has saved, if this call is verified.
@@ -324,6 +326,7 @@ class _Call:
     forward: Callable[..., Any]
     arguments: Arguments
     state: ModuleState
+    under_modes: bool
     kind: Hashable
     verified: Verified | None
     digests: SavedDigests = field(default_factory=SavedDigests)
@@ -394,8 +397,9 @@ class _Call:
         args, kwargs = self.arguments.put_together(tensors)
         weights = self.recomputing.weights
         opened = nullcontext() if weights is None else weights.open(self.module)
-        # Outside: the program may have entered a mode for its backward only.
-        with outside_modes(), self.state.put_back(), opened, saved_tensors_hooks(pack, _same):
+        # The program may have entered a mode for its backward only.
+        outside = nullcontext() if self.under_modes else outside_modes()
+        with outside, self.state.put_back(), opened, saved_tensors_hooks(pack, _same):
             try:
                 result = self.forward(*args, **kwargs)
                 saved.finish()
