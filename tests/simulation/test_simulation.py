@@ -135,7 +135,8 @@ def test_generated_programs() -> None:
         tally.add(*check_outcome(tape, knobs))
 
     generated()
-    tally.check()
+    # What else it draws depends on what has been imported, because it takes constants from there.
+    assert tally.offloads > 5 * tally.programs
 
 
 def test_programs_do_what_they_are_for() -> None:
