@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar, final
 
 import torch
@@ -162,15 +162,24 @@ class StepAssembly:
         saved: what autograd saved.
         hardware: the machine.
         optimizer_states: number of tensors of the weights' size that the optimizer keeps.
+        between: whether work between layers that saves something is a layer of its own.
     """
 
     def __init__(
-        self, step: FakeStep, saved: SavedStorages, hardware: Hardware, optimizer_states: int
+        self,
+        step: FakeStep,
+        saved: SavedStorages,
+        hardware: Hardware,
+        optimizer_states: int,
+        *,
+        between: bool,
     ) -> None:
         self._step, self._saved, self._hardware = step, saved, hardware
         self._optimizer_states = optimizer_states
         self._calls, self._sizes = step.calls.calls, step.ledger.sizes
-        self._count = len(self._calls)
+        self._parts = list(self._layer_parts(saved.saves.keys() if between else ()))
+        self._indices = {part: index for index, part in enumerate(self._parts)}
+        self._count = len(self._parts)
         self._seconds = self._gather(step.seconds, operator.add)
         self._peaks = self._gather(step.peaks(), max)
         # The last one is of what is outside layers.
@@ -185,14 +194,28 @@ class StepAssembly:
         for key, name in self._names.items():
             self._saved_bytes[name.layer] += self._sizes[key]
 
+    def _layer_parts(self, saving: Container[Part]) -> Iterator[Part]:
+        """Yield the parts of the forward that are layers of the profile, in order."""
+        for index in range(-1, len(self._calls)):
+            inside = Part(backward=False, layer=index, inside=True)
+            if index >= 0:
+                yield inside
+            after = inside._replace(inside=False)
+            if after in saving:
+                yield after
+
     def _position(self, part: Part) -> int:
         """Return the position of a part: see [Note: positions] in `planning.step_profile`.
 
         -1 is what comes before the first pass, and one more than all is what comes after the last.
         """
-        if part.layer == self._count - 1 and not part.inside:  # the loss
-            return self._count
-        return 2 * self._count - part.layer if part.backward else part.layer
+        index = self._indices.get(part._replace(backward=False))
+        if index is None:
+            if part.layer == len(self._calls) - 1:  # the loss
+                return self._count
+            around = Part(backward=False, layer=part.layer, inside=True)
+            index = self._indices.get(around, -1)
+        return 2 * self._count - index if part.backward else index
 
     def _gather(
         self, values: Mapping[Part, Value], combine: Callable[[Value, Value], Value]
@@ -208,16 +231,17 @@ class StepAssembly:
         """Return the name of each storage's first save; what no layer saves first has none."""
         saved = self._saved
         names: dict[int, StorageId] = {}
-        for index in range(self._count):
+        for index, part in enumerate(self._parts):
             numbered = (
-                key for key in saved.saves.get(_inside(index), ()) if saved.firsts[key].inside
+                key for key in saved.saves.get(part, ()) if saved.firsts[key] in self._indices
             )
             for number, key in enumerate(numbered):
                 names.setdefault(key, StorageId(index, number))
         return names
 
     def _add_parameter(self, key: int) -> None:
-        owner = self._step.owners.get(key, -1)
+        part = Part(backward=False, layer=self._step.owners.get(key, -1), inside=True)
+        owner = self._indices.get(part, -1)
         gradients = (gradient for of, gradient in self._step.gradients if of == key)
         gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
         before = self._parameters[owner]
@@ -301,14 +325,18 @@ class StepAssembly:
         input_bytes, input_same_as = self._input(index)
         missing_bytes = 0 if input_same_as is not None else input_bytes
         forward, backward = index, 2 * self._count - index
-        parameters = self._parameters[index]
+        parameters, part = self._parameters[index], self._parts[index]
         hardware = self._hardware
         host_bytes_per_s = hardware.d2h_bytes_per_s  # its memory is taken to be no faster
         if hardware.computes_on_host:
             host_bytes_per_s = hardware.device_memory_bytes_per_s
+        name = self._calls[part.layer].name if part.layer >= 0 else ""
+        if not part.inside:
+            name = f"after {name}" if name else "before layers"
         return LayerProfile(
-            name=self._calls[index].name,
-            may_recompute=index in self.recomputable,
+            name=name,
+            between=not part.inside,
+            may_recompute=part.inside and part.layer in self.recomputable,
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),
@@ -322,7 +350,7 @@ class StepAssembly:
 
     def _storages(self, index: int) -> tuple[SavedStorage, ...]:
         storages: list[SavedStorage] = []
-        for key in self._saved.saves.get(_inside(index), ()):
+        for key in self._saved.saves.get(self._parts[index], ()):
             name = self._names.get(key)
             if name is None:
                 continue
@@ -353,16 +381,15 @@ class StepAssembly:
 
     def _input(self, index: int) -> tuple[int, StorageId | None]:
         """Return the size of a layer's input, and the storage that is the same memory."""
-        keys = [key for key in self._calls[index].inputs if key not in self._of_no_layer]
+        part = self._parts[index]
+        if not part.inside:
+            return 0, None
+        keys = [key for key in self._calls[part.layer].inputs if key not in self._of_no_layer]
         input_bytes = sum(self._sizes[key] for key in keys)
         first = self._names.get(keys[0]) if len(keys) == 1 else None
         if first is not None and first.layer <= index:
             return input_bytes, first
         return input_bytes, None
-
-
-def _inside(index: int) -> Part:
-    return Part(backward=False, layer=index, inside=True)
 
 
 def _update_bytes(parameters: WeightBytes) -> int:
@@ -402,6 +429,7 @@ def profile_with_fake_tensors(
     loss: Loss | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     optimizer_states: int = 2,
+    between: bool = False,
 ) -> StepProfile:
     """Profile one training step of a model without running it. See [Note: fake profile].
 
@@ -420,6 +448,8 @@ def profile_with_fake_tensors(
         min_bytes: the same as the policy's; smaller storages are not numbered.
         optimizer_states: tensors of the weights' size that the optimizer keeps: 2 for Adam, 1 for
             SGD with momentum, 0 for plain SGD.
+        between: whether work between layers that saves something is a layer of its own. Otherwise
+            what it saves is working memory of the passes in which it is alive.
 
     Returns:
         The profile.
@@ -434,7 +464,7 @@ def profile_with_fake_tensors(
     step.run(loss, saved.pack)
     if not step.calls.calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
-    assembly = StepAssembly(step, saved, hardware, optimizer_states)
+    assembly = StepAssembly(step, saved, hardware, optimizer_states, between=between)
     profile = dataclasses.replace(assembly.profile(), min_bytes=saved.min_bytes)
     again = FakeStep(model, batch, hardware, layers)
     recompute_calls(again, layers, assembly.recomputable)
