@@ -20,6 +20,7 @@ from loops import on_device
 from saying import warned
 from weight_swaps import (
     SWAPS,
+    WITHOUT_GRAPH,
     Tied,
     batch,
     differentiate_in_threads,
@@ -68,7 +69,7 @@ def test_an_average_is_swapped_in_and_out(
 
 
 @pytest.mark.parametrize("kind", KINDS[::2])
-@pytest.mark.parametrize("name", sorted(SWAPS.keys() - {"copies", "vector", "load", "swapping"}))
+@pytest.mark.parametrize("name", sorted(SWAPS.keys() - WITHOUT_GRAPH))
 def test_a_swap_between_forward_and_backward(name: str, kind: str, tmp_path: Path) -> None:
     plain, model = make(), make()
     expected = swap_while_a_graph_is_alive(plain, SWAPS[name], CPU)

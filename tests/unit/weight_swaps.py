@@ -167,6 +167,11 @@ SWAPS: dict[str, Swap] = {
 }
 
 
+WITHOUT_GRAPH = {"copies", "vector", "load", "swapping"}
+"""Swaps that may not come between a forward and its backward: torch raises, or a graph loses its
+parameters."""
+
+
 def make(device: torch.device | str = "cpu") -> Tied:
     torch.manual_seed(0)
     model = Tied().to(device)
