@@ -306,3 +306,52 @@ def test_loader_refuses_bad_input(tmp_path: Path, change: dict[str, object], mes
     pytest.importorskip("neuralop")
     with pytest.raises(ValueError, match=message):
         load_darcy_flow_small(**SMALL | {"cache_dir": tmp_path} | change)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    for split, resolution, n_samples in (("train", 16, 8), ("test", 16, 4), ("test", 24, 4)):
+        generator = torch.Generator().manual_seed(resolution)
+        x = torch.rand(n_samples, resolution, resolution, generator=generator) > 0.5
+        path = tmp_path / f"darcy_{split}_{resolution}.pt"
+        torch.save({"x": x, "y": x.to(torch.float64)}, path)
+    return tmp_path
+
+
+def test_published_files_load_with_a_channel_and_as_floats(published: Path) -> None:
+    pytest.importorskip("neuralop")
+    stored = torch.load(published / "darcy_train_16.pt")
+    train, tests, _ = load_darcy_flow_small(**SMALL, data_root=published)
+    assert train.dataset.x.shape == (6, 1, 16, 16)
+    assert train.dataset.x.dtype == train.dataset.y.dtype == torch.float32
+    assert torch.equal(train.dataset.x[:, 0], stored["x"][:6].float())
+    assert [batch["x"].shape for batch in tests[24]] == [(3, 1, 24, 24)]
+    by_other_name, _, _ = load_darcy_flow_small(**SMALL, data_root=str(published))
+    assert torch.equal(by_other_name.dataset.x, train.dataset.x)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, FileNotFoundError, "Zenodo record 12784353"),
+        (b"no archive", OSError, "damaged"),
+        (b"", OSError, "damaged"),
+        ([1, 2], ValueError, "must hold a dict"),
+        ({"x": torch.ones(8, 16, 16)}, ValueError, "must hold a dict"),
+        ({"x": torch.ones(5, 16, 16), "y": torch.ones(5, 16, 16)}, ValueError, "5 samples, not 6"),
+        ({"x": torch.ones(8, 16), "y": torch.ones(8, 16)}, ValueError, "one channel"),
+    ],
+)
+def test_published_file_that_is_missing_or_wrong(
+    published: Path, content: object, error: type[Exception], message: str
+) -> None:
+    pytest.importorskip("neuralop")
+    path = published / "darcy_train_16.pt"
+    if content is None:
+        path.unlink()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(error, match=message):
+        load_darcy_flow_small(**SMALL, data_root=published)
