@@ -155,9 +155,13 @@ def is_written_down() -> bool:
     )
 
 
+count_dispatch_modes: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
+"""Counts the modes that see the operations of the calling thread."""
+
+
 def has_dispatch_modes() -> bool:
     """Whether a mode sees the operations of the calling thread, and may change their results."""
-    return bool(torch._C._len_torch_dispatch_stack())
+    return bool(count_dispatch_modes())
 
 
 def has_modes() -> bool:
