@@ -19,7 +19,6 @@ import schedule_programs
 import weight_programs
 import weight_statements
 from ebbtide.devices import SimulatedDevice, simulated
-from ebbtide.runtime import torch_internals
 from ebbtide.stores import disk_file
 from oracle import DOWN, UP, Oracle, point_of
 
@@ -133,7 +132,8 @@ def watching() -> Iterator[Watch]:
                 original = getattr(owner, name)
                 stack.enter_context(mock.patch.object(owner, name, make(original)))
         # It is not the program's mode: it sees ebbtide's own operations, too, and changes nothing.
-        stack.enter_context(mock.patch(f"{torch_internals.__name__}.count_dispatch_modes", int))
+        counted = "ebbtide.runtime.torch_internals.count_dispatch_modes"
+        stack.enter_context(mock.patch(counted, int))
         stack.enter_context(_Kernels(watch))
         yield watch
 
