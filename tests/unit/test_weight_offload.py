@@ -55,6 +55,17 @@ class Block(nn.Module):
         return x + self.second(nn.functional.gelu(self.first(x))) * self.scale
 
 
+class Given(Block):
+    """Gives its checkpoint a weight that the part inside reads itself, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        return checkpoint(self.weighed, x, weight, use_reentrant=self.kind == "reentrant")
+
+    def weighed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.compute(x) + weight.mean()
+
+
 class Net(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -473,6 +484,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": _frozen,
     "checkpoint": lambda: Net(*[Block("checkpoint") for _ in range(4)]),
     "selective checkpoint": lambda: Net(*[Block("selective") for _ in range(4)]),
+    "checkpoint of a weight": lambda: Net(*[Given() for _ in range(4)]),
+    "reentrant checkpoint of a weight": lambda: Net(*[Given("reentrant") for _ in range(4)]),
     "reentrant checkpoint": lambda: Net(*[Block("reentrant") for _ in range(4)]),
     "channels_last": lambda: Net(*[Convolution() for _ in range(3)]).to(
         memory_format=torch.channels_last

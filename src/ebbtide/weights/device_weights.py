@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
-from ebbtide.runtime.handles import AbstractAway, Deaths, Saved, empty_tensors
+from ebbtide.runtime.handles import AbstractAway, Deaths, Saved, empty_tensors, is_of_checkpoint
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
     MODULE_APPLY,
@@ -27,6 +27,7 @@ from ebbtide.runtime.torch_internals import (
     current_node,
     in_backward,
     outside_modes,
+    top_hooks,
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
@@ -115,6 +116,14 @@ def _running_node() -> tuple[int, int] | None:
     """What identifies the node that the calling thread runs, and holds nothing of its graph."""
     node = current_node()
     return None if node is None else (current_graph_task(), node._sequence_nr())
+
+
+def _runs_checkpoint() -> bool:
+    """Whether a checkpoint runs again, which differentiates all that it uses itself."""
+    node, hooks = current_node(), top_hooks()
+    if hooks is not None and is_of_checkpoint(hooks[0]):
+        return True
+    return node is not None and node.name() == "CheckpointFunctionBackward"
 
 
 # ---- What a module holds instead of a dict of its parameters ----
@@ -405,7 +414,7 @@ class DeviceWeights(AbstractWeights):
             self._release_if_outdated(group)
         buffer = self._bring(group)
         new = [each for each in members if each.device is None and not each.is_on_device]
-        node = _running_node()
+        node = None if _runs_checkpoint() else _running_node()
         for each in members if node is not None else ():
             if each.read_by == node and (each in new or each.read_again):
                 # What autograd has unpacked is of the forward's graph. The program is about to ask
