@@ -278,15 +278,15 @@ class ForwardReplacement:
     a plain forward of its own.
 
     Args:
-        forward: the forward that is replaced. If it is a module's, the module is not kept alive.
+        forward: the forward that is replaced.
+        keeps: whether the module is kept alive if the forward is that of one.
 
     Attributes:
-        kept: what keeps that module alive, if something must.
+        kept: what keeps that module alive; None if nothing here does.
     """
 
-    kept: Callable[..., Any] | None
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, keeps: bool = False) -> None:
+        self.kept = forward if keeps else None
         # As `functools.update_wrapper`, which would refer to the forward.
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(forward, name):
@@ -358,10 +358,7 @@ class ForwardReplacement:
         copied = memo.get(id(self._owner))
         if isinstance(copied, nn.Module):
             # Not that of its class: other code may have bound a function of its own to the module.
-            bound = types.MethodType(self._function, copied)
-            plain = ForwardReplacement(bound)
-            plain.kept = bound
-            return plain
+            return ForwardReplacement(types.MethodType(self._function, copied), keeps=True)
         return self._forward
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

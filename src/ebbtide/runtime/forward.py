@@ -103,8 +103,7 @@ class OffloadedForward(ForwardReplacement):
         planner: ForwardPlanner | None = None,
         replaced: Any = None,
     ) -> None:
-        super().__init__(forward)
-        self.kept = None if tracker is not None else forward
+        super().__init__(forward, keeps=tracker is None)
         self.replaced = replaced
         self._engine = engine
         self._tracker = tracker
