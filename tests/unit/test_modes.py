@@ -53,12 +53,8 @@ class Block(nn.Module):
         return x + self.leave(gated) * gated
 
 
-class Leaving(nn.Module):
+class Leaving(Block):
     """Computes under a mode, and saves the result when it has left it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.enter(x)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import itertools
+import multiprocessing
 import queue
 import threading
 import types
 import weakref
-from collections import OrderedDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserList, UserString, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -373,10 +375,12 @@ def _in_own_dict() -> Callable[[], float]:
     return count
 
 
-def _growing(held: Any, add: Callable[[Any], object]) -> Callable[[], float]:
+def _growing(
+    held: Any, add: Callable[[Any], object], measure: Callable[[Any], float] = sum
+) -> Callable[[], float]:
     def count() -> float:
         add(held)
-        return float(held.qsize() if isinstance(held, queue.Queue) else sum(held))
+        return float(measure(held))
 
     return count
 
@@ -425,14 +429,65 @@ def _add_to_first(held: Any) -> None:
     held[0] += 1
 
 
+def _add_in_chain(held: Any) -> None:
+    held[len(held)] = 1
+
+
+def _add_to_text(held: Any) -> None:
+    held.data += "a"
+
+
+def _in_frozenset() -> Callable[[], float]:
+    (counter,) = held = frozenset([Slots()])
+    return lambda: sum(each() for each in held) if counter in held else 0.0
+
+
+class ByOwner:
+    """A descriptor that holds the value of each owner by itself."""
+
+    def __init__(self) -> None:
+        self.values: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner: Any, _: type) -> int:
+        return self.values.get(owner, 0)
+
+    def __set__(self, owner: Any, value: int) -> None:
+        self.values[owner] = value
+
+
+class Described:
+    number = ByOwner()
+
+    def __call__(self) -> float:
+        self.number += 1
+        return float(self.number)
+
+
+def _in_semaphore() -> Callable[[], float]:
+    held = threading.Semaphore(100)
+
+    def count() -> float:
+        held.acquire()
+        return float(held._value)
+
+    return count
+
+
 HOLDERS: dict[str, Callable[[], Callable[[], float]]] = {
+    "chain": lambda: _growing(ChainMap({}, {0: 1}), _add_in_chain),
+    "UserString": lambda: _growing(UserString(""), _add_to_text, len),
+    "frozenset": _in_frozenset,
+    "descriptor": Described,
+    "semaphore": _in_semaphore,
+    "C array": lambda: _growing((ctypes.c_int * 1)(), _add_to_first),
+    "shared array": lambda: _growing(multiprocessing.Array("i", 1), _add_to_first),
     "slots": Slots,
     "own dict": _in_own_dict,
     "own tuple": _in_own_tuple,
     "own list": lambda: _growing(OwnList(), lambda held: held.append(1)),
     "own set": lambda: _growing(OwnSet(), lambda held: held.add(len(held) + 1)),
     "UserList": lambda: _growing(UserList(), lambda held: held.append(1)),
-    "queue": lambda: _growing(queue.Queue(), lambda held: held.put(1)),
+    "queue": lambda: _growing(queue.Queue(), lambda held: held.put(1), queue.Queue.qsize),
     "bytes": lambda: _growing(bytearray(1), _add_to_first),
     "array": lambda: _growing(array.array("i", [0]), _add_to_first),
     "weak reference": lambda: _behind(weakref.ref),

@@ -8,19 +8,17 @@ defaults of arguments. Whatever holds such values is a `Place`.
 
 from __future__ import annotations
 
-import argparse
 import array
 import contextlib
 import functools
 import itertools
 import operator
-import queue
 import random
 import sys
 import threading
 import types
 import weakref
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, final
@@ -34,19 +32,18 @@ _MOST_FUNCTIONS: Final = 200  # that are looked through for one module
 _MOST_ENTRIES: Final = 10_000  # of a list or dict whose content counts
 _MOST_ARRAY_BYTES: Final = 64 * 2**10
 _LIBRARIES: Final = sys.stdlib_module_names - {"__main__"} | {"torch", "ebbtide", "numpy"}
-_IMPLICIT: Final = ("__call__", "__next__", "__iter__", "__getitem__", "__enter__", "__exit__")
+_IMPLICIT: Final = (
+    *("__call__", "__next__", "__iter__", "__getitem__", "__setitem__", "__len__", "__contains__"),
+    *("__enter__", "__exit__", "__get__", "__set__", "__iadd__", "__eq__", "__bool__"),
+)
 """Methods that code calls without their names."""
 
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS: Final = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set, tuple})
-_OBJECTS_OF_LIBRARIES: Final = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    UserDict,
-    UserList,
-    queue.Queue,
-)
-"""Classes whose objects hold what the program puts there."""
+_HOLDING: Final = frozenset({"argparse", "collections", "types", "weakref"})
+"""Python's modules of classes whose objects hold what the program puts there."""
+_SHARED: Final = frozenset({"_ctypes", "multiprocessing", "queue", "threading"})
+"""Those of classes whose objects other threads, processes or languages may change meanwhile."""
 _ELUSIVE: Final = threading.local, ContextVar
 _STATELESS: Final = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property)
 _NOT_NOTED: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
@@ -180,7 +177,9 @@ def _places_in(value: Any, names: Set[str]) -> Iterator[Place]:
         yield Place((value.fget,))
     elif issubclass(kind, weakref.ref):
         yield Place((value(),))
-    elif issubclass(kind, _OBJECTS_OF_LIBRARIES):
+    elif issubclass(kind, frozenset):
+        yield Place((*value,))
+    elif _modules_of_class(kind) & _HOLDING and hasattr(value, "__dict__"):
         yield Place(vars(value))
     elif _is_object(value):
         if hasattr(value, "__dict__"):
@@ -203,6 +202,25 @@ def _slots_of(kind: type) -> frozenset[str]:
     """The names of the slots of a class and its bases."""
     found = (each for known in kind.__mro__ for each in vars(known).items())
     return frozenset(name for name, each in found if type(each) is types.MemberDescriptorType)
+
+
+@functools.lru_cache(maxsize=1024)
+def _modules_of_class(kind: type) -> frozenset[str]:
+    """The names of the modules that a class and its bases come from."""
+    return frozenset(each.__module__ for each in kind.__mro__)
+
+
+def _is_elusive(kind: Any, *, is_place: bool) -> bool:
+    """Whether nothing puts back what objects of a class hold.
+
+    Args:
+        kind: the class.
+        is_place: whether what they hold was found.
+    """
+    packages = (str(each).partition(".")[0] for each in _modules_of_class(kind))
+    if issubclass(kind, _ELUSIVE) or not _SHARED.isdisjoint(packages):
+        return True
+    return not is_place and hasattr(kind, "__next__")
 
 
 def _is_of_library(module_name: object) -> bool:
@@ -251,10 +269,9 @@ class Content:
                     known.add(id(value))
                     inner = [*_places_in(value, names)]
                     rest += inner
-                    kind = type(value)
                     if (state := _state_of(value)) is not None:
                         self._states.append((*state, state[0]()))
-                    elif issubclass(kind, _ELUSIVE) or (not inner and hasattr(kind, "__next__")):
+                    elif _is_elusive(type(value), is_place=bool(inner)):
                         self.elusive = str(name)
             if isinstance(place.holder, tuple):
                 self._constant += content
@@ -458,9 +475,9 @@ def _own_classes(kind: type) -> list[type]:
 
 def _may_change(value: Any) -> bool:
     """Whether a value is no function, class or module."""
-    if isinstance(value, _STATELESS) or hasattr(type(value), "__get__"):
+    if isinstance(value, _STATELESS):
         return False
-    return not callable(value) or _is_object(value)
+    return _is_object(value) or not (callable(value) or hasattr(type(value), "__get__"))
 
 
 @final
