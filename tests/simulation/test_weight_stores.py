@@ -179,7 +179,7 @@ def test_a_budget_without_room_for_weights_names_what_would_do(tmp_path: Path) -
     with (
         on_device(device, lambda: store),
         pytest.raises(
-            ebbtide.StoreFullError, match=r"host_budget of 64\.0 KiB .*raise host_budget"
+            ebbtide.StoreFullError, match=r"host_budget allows 64\.0 KiB .*raise host_budget"
         ),
     ):
         ebbtide.offload(model, weights=ebbtide.WeightPolicy())

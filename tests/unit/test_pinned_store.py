@@ -141,7 +141,7 @@ def test_too_little_free_ram_is_an_error_before_anything_is_taken(
     with pytest.raises(StoreFullError) as raised:
         store.offload(random_bytes(20 * MIB), now())
     assert raised.value.errno == errno.ENOMEM
-    for figure in ("19.0 MiB of RAM to spare", "next 20.0 MiB", "beside 0 B"):
+    for figure in ("19.0 MiB of RAM to spare", "next 20.0 MiB", "0 B are taken"):
         assert figure in str(raised.value)
     assert (store.capacity_bytes, store.used_bytes) == (0, 0)
     # With room for less than a slab it is a smaller one: 19 of 1 MiB.
@@ -156,7 +156,9 @@ def test_what_was_saved_before_is_not_lost_when_ram_runs_out(
     """Of 1 GiB free RAM and 256 MiB taken, 95 % may be taken in all: 960 MiB more."""
     kept = offload(store, random_bytes(1000))
     free_ram(monkeypatch, GIB)
-    with pytest.raises(StoreFullError, match=r"960\.0 MiB of RAM .* next 1\.00 GiB .* 256\.0 MiB"):
+    with pytest.raises(
+        StoreFullError, match=r"960\.0 MiB of RAM .* 256\.0 MiB are taken.* next 1\.00 GiB"
+    ):
         store.offload(torch.empty(GIB + 1, dtype=torch.uint8), now())
     # 262144 tensors of 1024 bytes are 256 MiB to the byte.
     assert (store.capacity_bytes, store.used_bytes) == (SLAB_BYTES, 1024)

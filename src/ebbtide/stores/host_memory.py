@@ -529,9 +529,6 @@ def num_host_ranks() -> int:
 
 # ---- The limit on the host memory that one offload may allocate ----
 
-_OTHERWISE = (
-    'go to disk (store="tiered"), or offload fewer layers (ActivationPolicy(num_layers=...))'
-)
 _FREE_SHARE = 0.95  # of free RAM; the rest is a margin, because the OOM killer raises no error
 
 
@@ -594,6 +591,11 @@ class HostBudget:
         return spare_bytes - spare_bytes % mmap.PAGESIZE
 
     @property
+    def room_bytes(self) -> int:
+        """How much may be allocated now, within the limit and the RAM to spare."""
+        return min(self.left_bytes, self.spare_ram_bytes())
+
+    @property
     def leftover_bytes(self) -> int:
         """How much more the users of what is left may use, within the limit and the free RAM."""
         used_bytes = sum(user.leftover_bytes for user in self.leftover_users)
@@ -613,30 +615,45 @@ class HostBudget:
         """Set memory aside, or release a part of the reserve if the size is negative."""
         self.reserved_bytes = max(0, self.reserved_bytes + size_bytes)
 
-    def over_limit(self, size_bytes: int) -> StoreFullError:
-        """The error for activations that exceed the limit, which there is."""
-        return StoreFullError(
-            errno.EDQUOT,
-            f"host_budget allows {format_size(self.limit_bytes or 0)} of host memory, "
-            f"{format_size(self.taken_bytes + self.reserved_bytes)} are taken, and the next "
-            f"{format_size(size_bytes)} of offloaded activations do not fit; raise host_budget, "
-            f"let the rest {_OTHERWISE}",
-        )
+    def check_room(
+        self, size_bytes: int, ram_bytes: int | None = None, *, weights: bool = False
+    ) -> None:
+        """Check that so much may be allocated.
 
-    def out_of_ram(self, size_bytes: int, spare_bytes: int) -> StoreFullError:
-        """The error for activations that exceed the free RAM."""
-        part = ""
-        if self._num_ranks > 1:
-            part = (
-                f" for this rank (without a host_budget, each of {self._num_ranks} ranks has an "
-                f"equal part of what was free)"
-            )
+        Args:
+            size_bytes: how much.
+            ram_bytes: the RAM that it may be taken from; None: all that is to spare.
+            weights: whether it is for weights or gradients, and not for activations.
+
+        Raises:
+            StoreFullError: the limit, or the RAM, does not allow it.
+        """
+        ram_bytes = self.spare_ram_bytes() if ram_bytes is None else ram_bytes
+        if size_bytes > min(self.left_bytes, ram_bytes):
+            raise self.no_room(size_bytes, ram_bytes, weights=weights)
+
+    def no_room(self, size_bytes: int, ram_bytes: int, *, weights: bool = False) -> StoreFullError:
+        """The error for what exceeds the limit or the RAM; the arguments are of `check_room`."""
+        what, policy = "offloaded activations", "ActivationPolicy"
+        if weights:
+            what, policy = "weights that rest on the host, or their gradients,", "WeightPolicy"
+        taken = format_size(self.taken_bytes + self.reserved_bytes)
+        if self.limit_bytes is not None and size_bytes > self.left_bytes:
+            code, remedy = errno.EDQUOT, "raise host_budget"
+            has = f"host_budget allows {format_size(self.limit_bytes)} of host memory"
+        else:
+            code, remedy = errno.ENOMEM, "free host memory"
+            has = f"the host has {format_size(ram_bytes)} of RAM to spare"
+            if self._num_ranks > 1:
+                has += (
+                    f" for this rank (without a host_budget, each of {self._num_ranks} ranks has "
+                    f"an equal part of what was free)"
+                )
         return StoreFullError(
-            errno.ENOMEM,
-            f"the host has {format_size(spare_bytes)} of RAM to spare{part}, and the next "
-            f"{format_size(size_bytes)} of offloaded activations do not fit, beside "
-            f"{format_size(self.taken_bytes)} that are taken; free host memory, let the rest "
-            f"{_OTHERWISE}",
+            code,
+            f"{has}, {taken} are taken, and the next {format_size(size_bytes)} of {what} do not "
+            f'fit; {remedy}, let the rest go to disk (store="tiered"), or offload fewer layers '
+            f"({policy}(num_layers=...))",
         )
 
 

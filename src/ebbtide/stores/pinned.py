@@ -11,7 +11,6 @@ then one slab takes the place of them all, as large as the most that was ever in
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -151,8 +150,7 @@ class PinnedStore(AbstractStore):
 
     @property
     def room_bytes(self) -> int:
-        more_bytes = min(self.budget.left_bytes, self.budget.spare_ram_bytes())
-        return self.capacity_bytes + max(0, more_bytes)
+        return self.capacity_bytes + max(0, self.budget.room_bytes)
 
     @property
     def host_capacity_bytes(self) -> int:
@@ -174,8 +172,7 @@ class PinnedStore(AbstractStore):
         self._settle()
         if any(slab.extents.fits(size_bytes) for slab in self._slabs):
             return True
-        least_bytes = block_bytes(self._device, size_bytes)
-        if least_bytes <= min(self.budget.left_bytes, self.budget.spare_ram_bytes()):
+        if block_bytes(self._device, size_bytes) <= self.budget.room_bytes:
             return True
         return not self.used_bytes and self._merged(size_bytes) is not None
 
@@ -241,19 +238,19 @@ class PinnedStore(AbstractStore):
             self.budget.reserve(-whole_bytes)
         self.budget.make_room(whole_bytes)
         # Another process may have taken RAM that was set aside here.
-        ram_bytes = free_ram_bytes() if reserved else self.budget.spare_ram_bytes()
-        self._check_room(whole_bytes, ram_bytes)
+        ram_bytes = free_ram_bytes() if reserved else None
+        self.budget.check_room(whole_bytes, ram_bytes, weights=True)
         try:
             memory = allocate_host_memory(self._device, whole_bytes)
         except OSError as error:
-            raise self._no_room(whole_bytes, free_ram_bytes()) from error
+            raise self.budget.no_room(whole_bytes, free_ram_bytes(), weights=True) from error
         self.budget.take(whole_bytes)
         extent = Extent(0, whole_bytes)
         return RestingSlot(extent, size_bytes, ALREADY_REACHED, "host", memory=memory)
 
     def reserve(self, size_bytes: int) -> None:
         whole_bytes = block_bytes(self._device, size_bytes)
-        self._check_room(whole_bytes, self.budget.spare_ram_bytes())
+        self.budget.check_room(whole_bytes, weights=True)
         self.budget.reserve(whole_bytes)
 
     def stop_reserving(self, size_bytes: int) -> None:
@@ -267,24 +264,6 @@ class PinnedStore(AbstractStore):
         # it. The copy would read memory that queued kernels have not written yet.
         copied = self._device.copy_down(target, source, ready)
         return Landing(copied, copied)
-
-    def _check_room(self, size_bytes: int, ram_bytes: int) -> None:
-        left_bytes = min(self.budget.left_bytes, ram_bytes)
-        if size_bytes > left_bytes:
-            raise self._no_room(size_bytes, left_bytes)
-
-    def _no_room(self, size_bytes: int, left_bytes: int) -> StoreFullError:
-        budget = self.budget
-        of = "free RAM"
-        if budget.limit_bytes is not None and left_bytes == budget.left_bytes:
-            of = f"a host_budget of {format_size(budget.limit_bytes)}"
-        return StoreFullError(
-            errno.ENOMEM,
-            f"weights that rest on the host, or their gradients, need {format_size(size_bytes)} "
-            f"more, and {format_size(max(0, left_bytes))} of {of} are left; raise host_budget, "
-            f'let what does not fit rest on disk (store="tiered"), or offload the weights of fewer '
-            f"layers (WeightPolicy(num_layers=...))",
-        )
 
     def read_ahead(self, slot: Slot) -> None:
         """Nothing to prepare."""
@@ -358,12 +337,8 @@ class PinnedStore(AbstractStore):
         """Size of the next slab: room for several such tensors, or for one near the limits."""
         least_bytes = block_bytes(self._device, size_bytes)
         self.budget.make_room(least_bytes)
-        budget_bytes, ram_bytes = self.budget.left_bytes, self.budget.spare_ram_bytes()
-        if least_bytes > budget_bytes:
-            raise self.budget.over_limit(least_bytes)
-        if least_bytes > ram_bytes:
-            raise self.budget.out_of_ram(least_bytes, ram_bytes)
-        most_bytes = min(self._slab_bytes, budget_bytes, ram_bytes)
+        self.budget.check_room(least_bytes)
+        most_bytes = min(self._slab_bytes, self.budget.room_bytes)
         if self._device.pins_by_torch:
             return max(least_bytes, 1 << (most_bytes.bit_length() - 1))
         tensor_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -374,7 +349,7 @@ class PinnedStore(AbstractStore):
         try:
             memory = allocate_host_memory(self._device, size_bytes)
         except OSError as error:
-            raise self.budget.out_of_ram(size_bytes, self.budget.spare_ram_bytes()) from error
+            raise self.budget.no_room(size_bytes, self.budget.spare_ram_bytes()) from error
         self.budget.take(size_bytes)
         return memory
 
@@ -402,7 +377,7 @@ class PinnedStore(AbstractStore):
         more_bytes = whole_bytes - self.capacity_bytes
         if not self._slabs or self._device.pins_by_torch:
             return None
-        if more_bytes > min(self.budget.left_bytes, self.budget.spare_ram_bytes()):
+        if more_bytes > self.budget.room_bytes:
             return None
         return [(self._slabs[0], whole_bytes), *((slab, 0) for slab in self._slabs[1:])]
 
@@ -419,10 +394,7 @@ class PinnedStore(AbstractStore):
         self._device.finish_copies()
         self._reads.clear()
         assert not self.used_bytes
-        more_bytes = sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes
-        spare_bytes = self.budget.spare_ram_bytes()
-        if more_bytes > spare_bytes:
-            raise self.budget.out_of_ram(more_bytes, spare_bytes)
+        self.budget.check_room(sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes)
         changed = [slab for slab, size_bytes in sizes if slab.capacity_bytes != size_bytes]
         for slab in changed:
             self._give_back(slab)  # all of it first: there may be no RAM for both
