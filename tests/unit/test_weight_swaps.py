@@ -140,7 +140,7 @@ def test_a_thread_does_not_take_what_another_waits_for(
     synchronize = simulated._CopyEvent.synchronize
 
     def wait(event: simulated._CopyEvent) -> None:
-        if sent.is_set() and event.copy.lane == "d2h":
+        if sent.is_set() and event.lane == "d2h":
             (through if threading.current_thread() is second else waits).set()
             through.wait(60)
         with lock:

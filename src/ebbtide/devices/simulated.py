@@ -100,30 +100,6 @@ class _ComputeEvent(_Point):
 
 
 @final
-@dataclass(eq=False)
-class _Copy:
-    """One queued copy. It refers to both ends weakly: the engine must keep them alive."""
-
-    number: int
-    lane: str
-    source: _End
-    target: _End
-    clock: _Clock  # of its end
-    begin_s: float
-    end_s: float
-    done: bool = False
-
-    def conflicts(self, other: _Copy) -> bool:
-        """Whether it and an earlier copy touch the same memory in no order, and one writes it."""
-        overlap = (
-            self.target.overlaps(other.target)
-            or self.target.overlaps(other.source)
-            or self.source.overlaps(other.target)
-        )
-        return overlap and self.clock.get(other.lane, -1) < other.number
-
-
-@final
 class _End:
     """One end of a copy: a range of a storage, to which it refers weakly."""
 
@@ -157,31 +133,52 @@ class _End:
 
 @final
 class _CopyEvent(_Point):
-    """The end of a copy."""
+    """A queued copy, and the point at which it ends.
 
-    def __init__(self, device: SimulatedDevice, copy: _Copy) -> None:
-        super().__init__(device, copy.clock, copy.end_s)
-        self.copy = copy
+    It refers to both ends weakly: the engine must keep them alive.
+    """
+
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        lane: str,
+        source: _End,
+        target: _End,
+        clock: _Clock,
+        times_s: tuple[float, float],
+    ) -> None:
+        super().__init__(device, clock, times_s[1])
+        self.lane, self.source, self.target = lane, source, target
+        self.number, self.begin_s = clock[lane], times_s[0]
+        self.done = False
 
     def query(self) -> bool:
         if not self._device.timely:
             self._device.stir()
-        elif self.copy.end_s <= self._device.now_s:
-            self._device.run(self.copy)
-        if self.copy.done:
+        elif self.time_s <= self._device.now_s:
+            self._device.run(self)
+        if self.done:
             self._device.learn(self.clock)
-        return self.copy.done
+        return self.done
 
     def synchronize(self) -> None:
         if self._device.working:
-            self._device.run(self.copy)
+            self._device.run(self)
         else:  # the host waits, so kernels that it queues from now on also come after the copy
             self._device.compute_stream().wait(self)
         self._device.learn(self.clock)
 
     def spans(self, origin: Origin) -> list[Span]:
-        begin_s = self.copy.begin_s - origin.host_s
-        return [Span(self.copy.lane, begin_s, self.since(origin))]
+        return [Span(self.lane, self.begin_s - origin.host_s, self.since(origin))]
+
+    def conflicts(self, other: _CopyEvent) -> bool:
+        """Whether it and an earlier copy touch the same memory in no order, and one writes it."""
+        overlap = (
+            self.target.overlaps(other.target)
+            or self.target.overlaps(other.source)
+            or self.source.overlaps(other.target)
+        )
+        return overlap and self.clock.get(other.lane, -1) < other.number
 
 
 @final
@@ -312,7 +309,7 @@ class _ComputeStream(AbstractStream):
         event = event.settled()
         assert isinstance(event, _Point)
         if isinstance(event, _CopyEvent):
-            self._device.run(event.copy)
+            self._device.run(event)
         self._clock = _join(self._clock, event.clock)
         self.now_s = max(self.now_s, event.time_s)
         self._device.stir()
@@ -376,10 +373,10 @@ class SimulatedDevice(AbstractDevice):
         self._eagerness = eagerness
         self._compute = [_ComputeStream(self), _ComputeStream(self)]
         self.current = 0
-        self._queues: dict[str, list[_Copy]] = {"d2h": [], "h2d": []}
+        self._queues: dict[str, list[_CopyEvent]] = {"d2h": [], "h2d": []}
         self._ends: dict[str, _Clock] = {"d2h": {}, "h2d": {}}  # of the last copies queued there
         self._count = 0
-        self._unknown: list[_Copy] = []  # copies that the host has not observed to have run
+        self._unknown: list[_CopyEvent] = []  # copies that the host has not observed to have run
         self._allocations: list[_Allocation] = []
         self._lanes: list[_Lane] = []
         self._deferred: _Lane | None = None
@@ -517,7 +514,7 @@ class SimulatedDevice(AbstractDevice):
             elif queue := self._queues["d2h" if lane == 0 else "h2d"]:
                 self.run(queue[0])
 
-    def run(self, copy: _Copy) -> None:
+    def run(self, copy: _CopyEvent) -> None:
         """Run a copy, after all copies that it waits for."""
         if copy.done:
             return
@@ -554,8 +551,8 @@ class SimulatedDevice(AbstractDevice):
             each for each in self._unknown if self.known.get(each.lane, -1) < each.number
         ]
         clock = _join(self._ends[lane], _clock_of(after), {lane: self._count})
-        begin_s, end_s = self._schedule(lane, source.numel(), after)
-        copy = _Copy(self._count, lane, _End(source), _End(target), clock, begin_s, end_s)
+        times_s = self._schedule(lane, source.numel(), after)
+        copy = _CopyEvent(self, lane, _End(source), _End(target), clock, times_s)
         self._count += 1
         self._ends[lane] = clock
         for pending in self._unknown:
@@ -567,7 +564,7 @@ class SimulatedDevice(AbstractDevice):
         self._queues[lane].append(copy)
         self._unknown.append(copy)
         self.stir()
-        return _CopyEvent(self, copy)
+        return copy
 
     def _schedule(
         self, lane: str, size_bytes: int, after: tuple[AbstractEvent, ...]
