@@ -21,9 +21,9 @@ from ebbtide.observe.trace import Trace
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.layers import LayerTracker
-from ebbtide.runtime.stats import StepStats, fates
+from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
-from ebbtide.units import bar, brief, card, count, facts, few, format_size, labelled
+from ebbtide.units import brief, count, format_size, labelled
 from ebbtide.weights.overlap import StepOverlap
 
 if TYPE_CHECKING:
@@ -269,12 +269,6 @@ class OffloadHandle:
         if plan is not None:
             about["plan"] = plan.summary
         return brief("OffloadHandle", [self._state, about.pop("model"), *layers, *labelled(about)])
-
-    def _repr_html_(self) -> str:
-        layers = f"{len(self.layers)}: {few(self.layers)}" if self.layers else "none"
-        entries = {"state": self._state, "layers": layers, **self._engine.describe()}
-        last = bar(fates(self._engine.transfers.account.last_counts))
-        return card("Offload handle", last, facts(entries))
 
     @property
     def _state(self) -> str:

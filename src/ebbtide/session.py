@@ -25,10 +25,10 @@ from ebbtide.policy import (
 )
 from ebbtide.runtime.engine import Engine, OpenLayer
 from ebbtide.runtime.executor import ScheduleMode
-from ebbtide.runtime.stats import StepStats, fates
+from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
-from ebbtide.units import bar, brief, card, count, facts, labelled
+from ebbtide.units import brief, count, labelled
 
 T = TypeVar("T")
 
@@ -259,11 +259,6 @@ class OffloadSession:
         about = self._engine.describe()
         place = about.pop("model")
         return brief("OffloadSession", [self._state, place, self._plan, *labelled(about)])
-
-    def _repr_html_(self) -> str:
-        entries = {"state": self._state, "layers": self._plan, **self._engine.describe()}
-        last = bar(fates(self._engine.transfers.account.last_counts))
-        return card("Offload session", last, facts(entries))
 
     @property
     def _state(self) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from importlib.resources import files
-from typing import Final, NamedTuple, final
+from typing import Final
 
 from ebbtide.errors import PolicyError
 
@@ -104,7 +102,7 @@ def format_seconds(duration_s: float) -> str:
     return f"{value:,.{digits}f} {unit}" if value else "0 s"
 
 
-# ---- Short texts for objects that a console shows; `ebbtide.units` has the HTML ----
+# ---- Short texts for objects that a console shows ----
 
 _LONGEST = 4
 
@@ -130,10 +128,7 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-# ---- HTML for notebooks: cards with facts, tables and bars ----
-#
-# A card takes its colours from the page around it, so it is right on light and on dark pages. It
-# loads nothing, runs no script, and scrolls its own tables on narrow screens.
+# ---- Colours, and the text that notebooks show ----
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart, a violet and a
 # slate. What becomes of a storage has the colour of the event that does it.
@@ -150,97 +145,7 @@ COLOURS: Final = {
     "other": "#999999",
 }
 
-_NUMBER: Final = ' class="ebbtide-number"'
-_NOTHING: Final = ("", "-", "0", "0 B", "0.000 s")  # a row of these alone is pale
-
-
-@final
-class Share(NamedTuple):
-    """A part of a bar.
-
-    Attributes:
-        kind: key in `COLOURS`.
-        label: what it is, with its size.
-        size: its length beside the other parts.
-    """
-
-    kind: str
-    label: str
-    size: float
-
-
-def card(title: str, *parts: str) -> str:
-    """Return a card with a title and its parts, which are HTML."""
-    heading = f'<div class="ebbtide-title">{html.escape(title)}</div>'
-    inside = "\n".join([heading, *(part for part in parts if part)])
-    return f'<style>{_style()}</style>\n<div class="ebbtide">\n{inside}\n</div>'
-
-
-@functools.cache
-def _style() -> str:
-    return (files("ebbtide") / "observe/assets/notebook.css").read_text(encoding="utf-8")
-
-
-def facts(entries: Mapping[str, str]) -> str:
-    """Return a table of names and values."""
-    return table((), entries.items(), numbers=())
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """Return a table with a head.
-
-    Args:
-        heads: heads of the columns; none: no head.
-        rows: the text of each cell.
-        numbers: columns that are flush right.
-    """
-    right = set(numbers)
-    lines = [_row("th", heads, right)] if heads else []
-    body = "\n".join([*lines, *(_row("td", row, right) for row in rows)])
-    return f'<div class="ebbtide-wide"><table>\n{body}\n</table></div>'
-
-
-def _row(tag: str, row: Sequence[str], right: set[int]) -> str:
-    cells = [
-        f"<{tag}{_NUMBER if column in right else ''}>{html.escape(text)}</{tag}>"
-        for column, text in enumerate(row)
-    ]
-    nothing = tag == "td" and right and all(row[column] in _NOTHING for column in right)
-    kind = ' class="ebbtide-zero"' if nothing else ""
-    return f"<tr{kind}>{''.join(cells)}</tr>"
-
-
-def bar(shares: Iterable[Share]) -> str:
-    """Return a bar with its legend; nothing if there is nothing to show."""
-    shown = [share for share in shares if share.size > 0]
-    whole = sum(share.size for share in shown)
-    if not whole:
-        return ""
-    parts = "".join(
-        f'<span style="width:{share.size / whole:.2%};background:{COLOURS[share.kind]}" '
-        f'title="{html.escape(share.label)}"></span>'
-        for share in shown
-    )
-    names = "".join(
-        f'<span><span class="ebbtide-dot" style="background:{COLOURS[share.kind]}"></span>'
-        f"{html.escape(share.label)}</span>"
-        for share in shown
-    )
-    return f"""<div class="ebbtide-bar">{parts}</div>
-<div class="ebbtide-legend">{names}</div>"""
-
-
-def note(text: str) -> str:
-    """Return a sentence."""
-    return f'<div class="ebbtide-note">{html.escape(text)}</div>'
-
-
-def folded(summary: str, inside: str, *, is_open: bool = False) -> str:
-    """Return HTML that a click unfolds."""
-    state = " open" if is_open else ""
-    return f"<details{state}><summary>{html.escape(summary)}</summary>{inside}</details>"
-
 
 def text_block(text: str) -> str:
-    """Return text that is laid out in columns."""
-    return f'<div class="ebbtide-wide"><pre>{html.escape(text)}</pre></div>'
+    """Return text that is laid out in columns as HTML, which a notebook shows as it is printed."""
+    return f"<pre>{html.escape(text)}</pre>"

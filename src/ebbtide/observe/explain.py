@@ -22,7 +22,7 @@ from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.layers import is_one_region
 from ebbtide.runtime.stats import StepStats, fates
 from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
-from ebbtide.units import card, count, format_size, text_block
+from ebbtide.units import count, format_size, text_block
 from ebbtide.weights.overlap import OverlapStats
 
 
@@ -614,7 +614,7 @@ class Explanation:
     limit_why: str
 
     def _repr_html_(self) -> str:
-        return card("Why the peak is where it is", text_block(str(self)))
+        return text_block(str(self))
 
     def __str__(self) -> str:
         paragraphs = [_wrap(self.verdict)]
@@ -673,7 +673,7 @@ def _verdict(
     if not evidence.num_steps:
         return findings[0].sentence
     stats = evidence.stats
-    moved = ", ".join(share.label for share in fates(stats) if share.kind != "keep")
+    moved = ", ".join(words for kind, words in fates(stats).items() if kind != "keep")
     saved = (
         f"Of {format_size(stats.unique_bytes)} of activations, {moved or 'nothing'} left memory."
     )

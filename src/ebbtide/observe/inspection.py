@@ -12,12 +12,11 @@ from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
-from ebbtide.units import card, folded, format_size, text_block
+from ebbtide.units import format_size, text_block
 from ebbtide.weights.hooks import AbstractWeights
 
 _WIDTH = 80
 _LARGEST = 3  # storages that are described
-_MOST_ROWS = 40  # that a notebook shows without a click
 
 
 @final
@@ -160,9 +159,7 @@ class Inspection:
     recomputed: tuple[RecomputedLayer, ...] = ()
 
     def _repr_html_(self) -> str:
-        count = len(self.storages)
-        text = folded(f"{count} storages", text_block(str(self)), is_open=count <= _MOST_ROWS)
-        return card("What became of each storage", text)
+        return text_block(str(self))
 
     def __str__(self) -> str:
         lines = [*_storage_lines(self.storages), ""]

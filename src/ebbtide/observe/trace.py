@@ -17,7 +17,7 @@ from ebbtide.observe.plots import (
     save_figure,
 )
 from ebbtide.runtime.events import LANES, Owner, StepMemory, TraceEvent
-from ebbtide.units import brief, card, count, folded, note, text_block
+from ebbtide.units import brief, count, text_block
 
 # ---- Write traces as Chrome trace-event JSON, which Perfetto and chrome://tracing open ----
 
@@ -190,11 +190,7 @@ class Trace:
         return brief("Trace", [count(len(self.events), "event"), f"{self.duration_s:.4f} s"])
 
     def _repr_html_(self) -> str:
-        if not self.events:
-            return card("Trace", note(str(self)))
-        return card(
-            "Trace of a step", self._picture(), folded("Sums by lane", text_block(str(self)))
-        )
+        return (self._picture() if self.events else "") + text_block(str(self))
 
     def _picture(self) -> str:
         """Return the lanes for a notebook: as a picture, or as text if matplotlib is missing."""
@@ -205,8 +201,8 @@ class Trace:
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=_NOTEBOOK_PIXELS_PER_INCH)
         data = base64.b64encode(file.getvalue()).decode()
-        picture = f'<img src="data:image/png;base64,{data}" alt="lanes over time" />'
-        return f'<div class="ebbtide-wide">{picture}</div>'
+        source = f"data:image/png;base64,{data}"
+        return f'<img src="{source}" alt="lanes over time" style="max-width: 100%" />'
 
     def __str__(self) -> str:
         if not self.events:

@@ -17,7 +17,7 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import CautiousTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
-from ebbtide.units import Share, bar, card, format_seconds, format_size, note, table
+from ebbtide.units import format_seconds, format_size, text_block
 
 FORMAT: Final = "ebbtide-planned-step"
 VERSION: Final = 1
@@ -122,24 +122,7 @@ class PlannedStep:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        sizes: Counter[str] = Counter()
-        for layer, chosen in zip(self.profile.layers, self.plan.layers, strict=True):
-            again = chosen.mode is not LayerMode.AS_IS
-            for decision, size in _sizes(layer, chosen).items():
-                sizes["recompute" if again else decision.value] += size
-        heads = ("layers", "how", *(each.value for each in Decision), "why")
-        rows = [
-            (name, *cells, "", "", "", why) if len(cells) == 1 else (name, "as is", *cells, why)
-            for name, cells, why in self._rows()
-        ]
-        return card(
-            f"Plan of a step: {self._state}",
-            bar(Share(what, f"{format_size(size)} {what}", size) for what, size in sizes.items()),
-            table(("", "peak", "step"), self._costs(), numbers=(1, 2)),
-            table(heads, rows, numbers=(2, 3, 4)),
-            note(self._gap()),
-            *([note(self._weights())] if self.plan.has_weights_on_host else []),
-        )
+        return text_block(str(self))
 
     def _lines(self) -> Iterator[str]:
         yield self._state

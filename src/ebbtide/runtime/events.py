@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol, final
 import torch
 
 from ebbtide.devices.device import AbstractEvent, Layer, Origin
-from ebbtide.units import card, format_size, note, table
+from ebbtide.units import format_size, text_block
 
 LANES = ("compute", "d2h", "h2d", "disk", "cpu_optimizer")
 
@@ -184,9 +184,7 @@ class StepMemory:
         return f"{above} above idle, {whole} in all, in {phase}"
 
     def _repr_html_(self) -> str:
-        heads = ("size", "share", "owner")
-        title = f"The peak is {self.describe_peak()}"
-        return card(title, table(heads, self._rows(), numbers=(0, 1)), note(self.counted))
+        return text_block(str(self))
 
     def __str__(self) -> str:
         lines = [f"the peak is {self.describe_peak()}; {self.counted}"]

@@ -27,7 +27,7 @@ from ebbtide.runtime.events import (
     Subject,
 )
 from ebbtide.runtime.record import ACTIVATION, DROPPED, GRADIENT, WEIGHT, Record
-from ebbtide.units import Share, bar, card, format_size, table
+from ebbtide.units import format_size, text_block
 
 
 @final
@@ -97,7 +97,7 @@ class StepStats:
         return "\n".join(f"{name:<19} {text:>12}  {words}".rstrip() for name, text, words in rows)
 
     def _repr_html_(self) -> str:
-        return card("Statistics of a step", bar(fates(self)), table((), self._rows(), numbers=[1]))
+        return text_block(str(self))
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Each figure's name, its value with a unit, and what it means."""
@@ -135,8 +135,8 @@ _WORDS: Final = {
 }
 
 
-def fates(stats: StepStats | StepMeter) -> list[Share]:
-    """Return what became of the bytes that a step saved, each storage once, as parts of a bar."""
+def fates(stats: StepStats | StepMeter) -> dict[str, str]:
+    """Say what became of the bytes that a step saved, each storage once, by kinds."""
     parts = {
         "keep": (stats.kept_bytes, "kept"),
         "offload": (stats.offloaded_bytes, "offloaded"),
@@ -144,16 +144,12 @@ def fates(stats: StepStats | StepMeter) -> list[Share]:
         "recompute": (stats.recomputed_bytes, "recomputed"),
         "other": (stats.packed_bytes, "left out by packing"),
     }
-    return [
-        Share(kind, f"{format_size(size)} {words}", size)
-        for kind, (size, words) in parts.items()
-        if size
-    ]
+    return {kind: f"{format_size(size)} {words}" for kind, (size, words) in parts.items() if size}
 
 
 def describe_fates(stats: StepStats | StepMeter) -> str:
     """Say what became of the bytes that a step saved, and how many of weights moved."""
-    labels = [share.label for share in fates(stats)]
+    labels = list(fates(stats).values())
     if stats.weight_reload_bytes:
         labels.append(f"{format_size(stats.weight_reload_bytes)} of weights reloaded")
     return ", ".join(labels)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NoReturn, final
 
 from ebbtide.errors import ScheduleError
-from ebbtide.units import card, count, facts, folded, note, table
+from ebbtide.units import text_block
 
 
 class Direction(Enum):
@@ -367,7 +367,6 @@ def _marked(written: Sequence[str], number: int, why: str) -> str:
 # ---- The `Schedule` class: passes in order, and the actions that come just before each pass ----
 
 _WIDTH = 78
-_MOST_ROWS = 24  # that a notebook shows before a click unfolds the rest
 
 
 @final
@@ -447,21 +446,7 @@ class Schedule:
         return cls(order, actions)
 
     def _repr_html_(self) -> str:
-        rows = [(str(anchor), ", ".join(map(str, actions))) for anchor, actions in self.lines]
-        begin, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
-        heads = ("just before", "do")
-        return card(
-            "Schedule",
-            facts(
-                {
-                    "order": format_order(self.order),
-                    "offloaded": count(len(self.offloaded), "layer"),
-                    "peak": f"{count(self.peak_resident, 'layer')} on the device",
-                }
-            ),
-            table(heads, begin, numbers=()) if rows else note("Nothing moves."),
-            folded(f"{len(rest)} more", table(heads, rest, numbers=())) if rest else "",
-        )
+        return text_block(str(self))
 
     def __str__(self) -> str:
         return "\n".join(self._written())
