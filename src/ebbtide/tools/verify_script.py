@@ -23,7 +23,7 @@ from torch.optim import optimizer as optimizers
 
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.devices.provoked import Provocation
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import PolicyError
 from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import devices_made_by
 from ebbtide.runtime.torch_internals import tree_map_only
@@ -44,10 +44,6 @@ from ebbtide.verifying import (
     verify,
     verify_runs,
 )
-
-
-class ScriptFailedError(EbbtideError, RuntimeError):
-    """A run of the script ended without anything that can be compared."""
 
 
 def verify_script(
@@ -85,7 +81,7 @@ def _run_in_child(script: MainScript, steps: int, *others: Any) -> Outcome:
     """Run a script in a process of its own, see `_run_here`.
 
     Raises:
-        ScriptFailedError: it ended early, or offloads by itself.
+        PolicyError: it ended early, or offloads by itself.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as directory:
         asked, outcome = Path(directory) / "request", Path(directory) / "outcome"
@@ -101,7 +97,7 @@ def _run_in_child(script: MainScript, steps: int, *others: Any) -> Outcome:
     ending = f"exit code {ended.returncode}"
     if ended.returncode < 0:
         ending = f"signal {-ended.returncode}"
-    raise ScriptFailedError(
+    raise PolicyError(
         f"{script.name} cannot be verified: a run of it ended before {steps} steps "
         f"of an optimizer were compared ({ending}): {last}"
     )
