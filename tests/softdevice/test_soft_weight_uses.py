@@ -464,3 +464,21 @@ def test_a_budget_can_be_told_to_leave_the_weights_on_the_device(device: torch.d
         policy = None if weights is None else ebbtide.WeightPolicy(num_layers=weights)
         with ebbtide.offload(model, budget="700KiB", weights=policy):
             assert {each.device.type for each in model.parameters()} == places
+
+
+def test_a_bias_that_is_replaced_between_two_forwards_of_a_graph(device: torch.device) -> None:
+    def run(offloads: bool) -> list[Tensor | None]:
+        model = _model(device)
+        handle = ebbtide.offload(model, weights=ebbtide.WeightPolicy()) if offloads else None
+        first, before = model(_batch(device, 0)).mean(), model[1][0].bias
+        given = nn.Parameter((before.detach() * 1.5).to("cpu" if offloads else device))
+        model[1][0].bias = given
+        (first + model(_batch(device, 1)).mean()).backward()
+        gradients = [before.grad, *(p.grad for p in model.parameters())]
+        if handle is not None:
+            handle.detach()
+        return [None if each is None else each.cpu() for each in gradients]
+
+    for plain, offloaded in zip(run(False), run(True), strict=True):
+        assert plain is not None and offloaded is not None
+        assert torch.equal(plain, offloaded)

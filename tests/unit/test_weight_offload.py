@@ -721,6 +721,49 @@ def test_a_schedule_of_activations() -> None:
 # ---- backward -----------------------------------------------------------------------------------
 
 
+def between_blocks(model: nn.Module, x: Tensor) -> Tensor:
+    """Two forwards that are not of the whole model, around one that is."""
+    first, last = model.blocks[0], model.blocks[-1]
+    return first(x).sum() + model(x) + first(last(x)).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "reentrant"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x: model(x) + model(-x) + model(x.flip(0)),
+        between_blocks,
+        lambda model, x: model(x).square() * model(-x),
+    ],
+    ids=["three forwards", "between blocks", "product"],
+)
+def test_gradients_of_several_forwards_are_added_in_the_order_of_plain_training(
+    loss: Callable[[nn.Module, Tensor], Tensor], kind: str
+) -> None:
+    def make() -> nn.Module:
+        shared = Block(kind)
+        return Net(shared, Block(kind), shared, Block(kind), Block(kind), shared)
+
+    check(make, lambda model: steps(model, loss=loss))
+
+
+def test_a_move_is_shared_by_graphs_of_which_one_has_had_its_backward() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for number in range(3):
+            first, second = model(batch(number)), model(-batch(number))
+            first.backward(retain_graph=number == 1)
+            third = model(batch(number).flip(0))
+            (second + third + (first if number == 1 else 0)).backward()
+            losses += [first.detach(), third.detach()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    check(Net, run)
+
+
 def _asked_for(model: nn.Module) -> list[Tensor | None]:
     parameters = list(model.parameters())
     found = list(torch.autograd.grad(model(batch(0)), parameters))

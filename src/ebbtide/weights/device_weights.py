@@ -258,7 +258,6 @@ class DeviceWeights(AbstractWeights):
         self._running = 0  # forward passes of the model that are running
         self._backwards: set[int] = set()  # ids of autograd's graph tasks that are running
         self._given: dict[OffloadedParameter, WeightGroup] = {}  # those with a device parameter
-        self._linked: list[OffloadedParameter] = []  # those that may have a link
         # Views that are changed no more, because the buffer that they are of is not written back:
         # the weight's name, the memory, and a tensor that shares the views' version counter.
         self._viewed: list[tuple[str, StorageWeakRef, DeviceParameter]] = []
@@ -429,7 +428,7 @@ class DeviceWeights(AbstractWeights):
                 )
         with torch.enable_grad():  # a later call may need gradients even if this one records none
             trained = [each for each in new if each.parameter.requires_grad]
-            made = self._gradients.link(group, trained, buffer)
+            made = self._gradients.link(group, trained)
         for member in new:
             device = made[member] if member in made else DeviceParameter.of(member.view_of(buffer))
             member.device = device
@@ -462,7 +461,6 @@ class DeviceWeights(AbstractWeights):
             del self._given[member]  # first, so that an interrupt leaves none there without one
             memory = StorageWeakRef(member.device.untyped_storage())  # type: ignore[no-untyped-call]
             taken.append((member.name, memory, member.let_go()))
-            self._linked.append(member)
         for name, memory, device in taken:
             group = self._at.get(memory.cdata)
             buffer = None if group is None else group.buffer
@@ -473,8 +471,6 @@ class DeviceWeights(AbstractWeights):
         """Forget the device parameters of a forward or a backward that ends; see `_take_back`."""
         self._keep_changes()
         self._take_back([each for each, group in self._given.items() if not group.open])
-        while self._linked:
-            self._linked.pop().link = None
 
     def _is_viewed(self, buffer: torch.Tensor) -> bool:
         """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
@@ -766,7 +762,7 @@ class DeviceWeights(AbstractWeights):
                 member.keep_change(None)
             member.put_back()
             self._given.pop(member, None)
-            member.device = member.link = None
+            member.device = None
         handles = Counter(group for group, _ in self._deaths.awaited.values())
         for group in self.groups:
             group.handles = handles[group]

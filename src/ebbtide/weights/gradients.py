@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,11 @@ from typing import Any, final
 
 import torch
 from torch.amp import grad_scaler
+from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, in_range
 from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
-from ebbtide.runtime.torch_internals import current_graph_task
+from ebbtide.runtime.torch_internals import current_graph_task, hooks_are_enabled
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import Landing, RestingSlot
 from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, WeightGroup
@@ -68,6 +70,15 @@ def bring_scales(optimizer: torch.optim.Optimizer) -> None:
 # during the copy. The next node of the backward pass, `_HostParameter`, waits for the copy.
 # Everything after it works as for a parameter on the host: hooks, accumulation in `param.grad`,
 # other uses of the parameter by the loss, and the result of `torch.autograd.grad`.
+#
+# A parameter may come to the device several times before a backward: in several forwards, or in one
+# that has released it in between. All these device parameters are results of one move, as all uses
+# of a parameter on the device end in one node that accumulates. So autograd adds the gradients in
+# the order in which it adds them without an offload, which decides about the last bit. The move
+# saves its result for backward, but without memory. When autograd unpacks it, it gives a tensor
+# that is the result of the move and has the memory that the group has on the device now. After a
+# backward that does not retain its graph there is nothing to unpack, so the next forward moves
+# the parameter anew.
 
 _CAST = "ToCopyBackward0"
 
@@ -135,6 +146,11 @@ class _Move:
         """Whether the parameter is the leaf on the device now; see [Note: leaves]."""
         return self.member.has_left and self.leaf is self.member.device_leaf
 
+    def view(self) -> torch.Tensor:
+        """View the parameter's values on the device."""
+        assert self.group.buffer is not None
+        return self.member.view_of(self.group.buffer)
+
 
 class _HostParameter(torch.autograd.Function):
     """The identity on the host. Its backward waits until the gradient's copy has ended."""
@@ -162,41 +178,24 @@ class _MoveToDevice(torch.autograd.Function):
     def forward(
         ctx: Any,
         resting: torch.Tensor,  # noqa: ARG004
-        buffer: torch.Tensor,
         leaf: torch.Tensor,
         move: _Move,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.move, move.leaf = move, leaf
-        return DeviceParameter.of(move.member.view_of(buffer))
+        made = DeviceParameter.of(move.view())
+        if hooks_are_enabled():
+            ctx.save_for_backward(made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         gradient, move = gradients[0], ctx.move
         if move.has_left():
-            return None, None, gradient, None
+            return None, gradient, None
         if gradient is not None:
             gradient = move.gradients.send(move, gradient)
-        return gradient, None, None, None
-
-
-class _MoveAgain(torch.autograd.Function):
-    """The identity on the device: another device parameter, with a version counter of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        link: torch.Tensor,  # noqa: ARG004
-        buffer: torch.Tensor,
-        move: _Move,
-    ) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.move = move
-        return DeviceParameter.of(move.member.view_of(buffer))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None, None
+        return gradient, None, None
 
 
 @final
@@ -209,22 +208,20 @@ class Gradients:
         self._landing: deque[AbstractEvent] = deque()
 
     def link(
-        self, group: WeightGroup, members: Sequence[OffloadedParameter], buffer: torch.Tensor
+        self, group: WeightGroup, members: Sequence[OffloadedParameter]
     ) -> dict[OffloadedParameter, DeviceParameter]:
-        """Make device parameters in a buffer that autograd treats as computed from parameters.
+        """Make device parameters in a group's buffer that autograd takes as computed from others.
 
-        The gradient of one that has a link is added to that of the link, not to the parameter's. So
-        autograd adds the gradients of all uses of the weight in the order in which it adds them
-        without an offload, which decides about the last bit.
+        See [Note: gradients on their way].
         """
-        made = {m: _again(m.link, buffer) for m in members if m.link is not None}
+        made = {m: again for m in members if (again := _result_again(m)) is not None}
         # Autograd runs the nodes that were made last first. All `_MoveToDevice` nodes are made
         # after the `_HostParameter` nodes, so all copies are queued before the host waits for one.
         moves = [_Move(group, m, self, m.parameter._version) for m in members if m not in made]
         resting = [_HostParameter.apply(each.member.parameter, each) for each in moves]  # type: ignore[no-untyped-call]
         for there, move in zip(resting, moves, strict=True):
-            leaf = move.member.leaf_on(buffer.device)
-            made[move.member] = _MoveToDevice.apply(there, buffer, leaf, move)  # type: ignore[no-untyped-call]
+            made[move.member] = device = _move(there, move)
+            move.member.move = weakref.ref(device.grad_fn)  # type: ignore[arg-type]
         return made
 
     def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor:
@@ -301,9 +298,27 @@ def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return torch.empty(0, dtype=torch.uint8, device=gradient.device).set_(storage)
 
 
-def _again(link: torch.Tensor, buffer: torch.Tensor) -> DeviceParameter:
-    node: Any = link.grad_fn
-    return _MoveAgain.apply(link, buffer, node.move)  # type: ignore[no-any-return, no-untyped-call]
+def _move(resting: torch.Tensor, move: _Move) -> DeviceParameter:
+    leaf = move.member.leaf_on(move.view().device)
+    if not hooks_are_enabled():
+        return _MoveToDevice.apply(resting, leaf, move)  # type: ignore[no-any-return, no-untyped-call]
+    with saved_tensors_hooks(lambda _: move, _Move.view):
+        return _MoveToDevice.apply(resting, leaf, move)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _result_again(member: OffloadedParameter) -> DeviceParameter | None:
+    """Make another result of the last move of a parameter; None if no graph waits for its gradient.
+
+    It has the values that are on the device now, and a version counter of its own.
+    """
+    node: Any = None if member.move is None else member.move()
+    if node is None or node.move.leaf is not member.device_leaf:  # of a parameter before
+        return None
+    try:
+        made = node.saved_tensors
+    except RuntimeError:  # a backward has freed the graph
+        return None
+    return DeviceParameter.take(made[0]) if made else None
 
 
 def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
@@ -321,12 +336,9 @@ def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
         return None
     source: Any = node.next_functions[0][0]
     move: _Move | None = getattr(source, "move", None)
-    if type(source) not in _MOVES or move is None:
+    if type(source) is not _MoveToDevice._backward_cls or move is None:
         return None
     member = move.member
     is_changed = tensor._version or member.is_changed() or move.version != member.parameter._version
     is_alike = tensor.shape == member.shape and tensor.stride() == member.stride
     return member if is_alike and not is_changed else None
-
-
-_MOVES = frozenset({_MoveToDevice._backward_cls, _MoveAgain._backward_cls})

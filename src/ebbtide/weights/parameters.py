@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import Node, increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.device import Layer
@@ -247,6 +247,14 @@ class DeviceParameter(ExchangedParameter):
         made.kept = made._version
         return made
 
+    @staticmethod
+    def take(made: torch.Tensor) -> DeviceParameter:
+        """Make a tensor that nobody else has a device parameter, with the graph that it has."""
+        made.__class__ = DeviceParameter
+        assert isinstance(made, DeviceParameter)
+        made.kept = made._version
+        return made
+
     @property
     def data(self) -> torch.Tensor:
         """The same as `torch.Tensor.data`, but for the version, which changes of it raise."""
@@ -300,7 +308,7 @@ class OffloadedParameter:
         loaded: its `mark` when the values in the group's device buffer were read.
         places: where modules hold the parameter: in their parameters, lists and dicts.
         device: what code gets in its place in the forward that runs, see [Note: device parameters].
-        link: its last device parameter in that forward, if the group's buffer has gone since.
+        move: its last move to the device, while a graph has it; see [Note: gradients on their way].
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
         read_by: the backward and the node that read it last as a saved tensor.
@@ -321,7 +329,7 @@ class OffloadedParameter:
         self.loaded: Mark | None = None
         self.places: list[Place] = []
         self.device: DeviceParameter | None = None
-        self.link: DeviceParameter | None = None
+        self.move: weakref.ref[Node] | None = None
         self.device_leaf: torch.Tensor | None = None
         self.read_by: tuple[int, int] | None = None
         self.read_again = False
@@ -567,7 +575,7 @@ class OffloadedParameter:
         assert device is not None
         if not is_held:
             device.let_go()
-        self.link, self.device = device if device.requires_grad else None, None
+        self.device = None
         return device
 
     def _containers(self) -> Iterator[tuple[str, Any, Any]]:
