@@ -1,24 +1,22 @@
 """Optimizer state in mapped files, for weights that are in mapped files themselves.
 
-`MappedOptimizerState` moves what an optimizer makes to files, and `Pager` keeps its step from
-filling RAM with their pages.
+`MappedOptimizerState` moves what an optimizer makes to files, and keeps its step from filling RAM
+with their pages.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
-import sys
-import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, final
 
 import torch
 
 from ebbtide.devices.lanes import watch
-from ebbtide.devices.process import OptimizerWatch
+from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import StoreFullError, warn_user
 from ebbtide.runtime.torch_internals import count_storage_users
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
@@ -26,63 +24,6 @@ from ebbtide.stores.store import AbstractStore
 from ebbtide.weights.parameters import ALONE, OffloadedParameter, WeightGroup
 
 _PAGER_S = 0.001  # interval at which the pager checks the mapped pages during an optimizer step
-_CHECKS_A_LOOK = 20  # checks of the pages between two looks at whether the step still runs
-
-
-@final
-class Pager:
-    """A thread that pages files out whenever a step has brought too many pages into RAM.
-
-    It ends with the step, even if that raises: it looks whether the caller's frame still runs. The
-    frame refers to the optimizer, so it is let go of as soon as the step is over: the thread may
-    not run for a while on a busy machine, and the state of an optimizer that is dropped gives its
-    room back at once.
-
-    Args:
-        store: the store of the files.
-        most_bytes: how much may stay in RAM.
-    """
-
-    def __init__(self, store: AbstractStore, most_bytes: int) -> None:
-        self._store: AbstractStore | None = store
-        self._most_bytes = most_bytes
-        self._begin_bytes = _mapped_bytes()  # pages of libraries and of the last layers
-        self._step: FrameType | None = _calling_frame()
-        self._stepping_thread = threading.get_ident()
-        self._num_looks = 0
-        watch(self._look, _PAGER_S, "ebbtide-pager")
-
-    def stop(self) -> None:
-        """End the thread, and let go of the step. This does not wait for the thread."""
-        self._step = self._store = None
-
-    def _look(self) -> bool:
-        """Page out if there is too much. Returns whether the step still runs."""
-        self._num_looks += 1
-        is_due = self._num_looks % _CHECKS_A_LOOK == 0
-        if is_due and not _is_running(self._step, self._stepping_thread):
-            self.stop()
-        store = self._store
-        if store is not None and _mapped_bytes() > self._begin_bytes + self._most_bytes:
-            store.page_out()
-        return store is not None
-
-
-def _calling_frame() -> FrameType:
-    """The frame of the code outside this package that called it."""
-    frame = sys._getframe()
-    package = __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(sought: FrameType | None, thread: int) -> bool:
-    """Whether a frame is on the stack of a thread. None is on no stack."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not sought:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _mapped_bytes() -> int:
@@ -107,6 +48,10 @@ class MappedOptimizerState:
     object stays the same, so all names that it has elsewhere still mean the same tensor. A tensor
     that shares its memory with another one stays in RAM, where the two stay together.
 
+    A thread, the pager, pages the files out whenever a step has brought too many pages into RAM. It
+    ends with the step. torch tells nobody of a step that raises: the thread then ends when the next
+    step begins, or when the optimizer or this object goes.
+
     Args:
         store: provides the files for the optimizer state.
         find: returns the group and the offloaded parameter of a parameter, of which some or all are
@@ -125,7 +70,6 @@ class MappedOptimizerState:
         self._most_bytes = max(_LEAST_BYTES, page_bytes)
         self._warned = False
         self._freed = FreedMemory()
-        self._pager: Pager | None = None
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
         self._watch = OptimizerWatch(before=self.before_step, after=self.after_step)
 
@@ -134,8 +78,11 @@ class MappedOptimizerState:
         if not self._is_ours(optimizer):
             return  # and perhaps ours steps in another thread
         self._end_step()  # needed if the step before raised
-        self._pager = Pager(self._store, self._most_bytes)
-        self._stepping = weakref.ref(optimizer)
+        # With a callback, so that each step has a reference of its own.
+        stepping = self._stepping = weakref.ref(optimizer, _do_nothing)
+        most_bytes = _mapped_bytes() + self._most_bytes  # with libraries and the last layers
+        look = functools.partial(call_weakly(self._page_out_over), most_bytes, stepping)
+        watch(look, _PAGER_S, "ebbtide-pager")
         state = optimizer.state
         if isinstance(state, defaultdict) and state.default_factory is dict:
             state.default_factory = _MakeStateAtRest(self, optimizer)
@@ -199,10 +146,15 @@ class MappedOptimizerState:
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(self._is_mapped(p) for g in optimizer.param_groups for p in g["params"])
 
+    def _page_out_over(self, most_bytes: int, stepping: weakref.ref[torch.optim.Optimizer]) -> bool:
+        """Page out if more than this is in RAM. Returns whether the step still runs."""
+        if self._stepping is not stepping or stepping() is None:
+            return False
+        if _mapped_bytes() > most_bytes:
+            self._store.page_out()
+        return True
+
     def _end_step(self) -> None:
-        pager, self._pager = self._pager, None
-        if pager is not None:
-            pager.stop()
         optimizer = None if self._stepping is None else self._stepping()
         self._stepping = None
         if optimizer is not None:
@@ -249,6 +201,10 @@ class _MakeStateAtRest:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type, ({},)  # gives `dict`: a copy of the optimizer is a plain optimizer
+
+
+def _do_nothing(_: object) -> None:
+    pass
 
 
 def _restore_dicts(state: Any) -> None:
