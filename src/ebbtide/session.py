@@ -23,8 +23,9 @@ from ebbtide.policy import (
     refuse,
     refuse_recomputing,
 )
-from ebbtide.runtime.engine import Engine, OpenLayer
+from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.executor import ScheduleMode
+from ebbtide.runtime.handles import UnitRecords
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
@@ -113,8 +114,8 @@ class OffloadSession:
             mode=ScheduleMode(chosen, manual=manual, any_order=any_order),
         )
         self._is_closed = False
-        self._open: OpenLayer | None = None
-        self._closed: OpenLayer | None = None
+        self._open: UnitRecords | None = None
+        self._closed: UnitRecords | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -155,7 +156,7 @@ class OffloadSession:
         """
         if self._open is not None:
             raise PolicyError(
-                f"layer {self._open.layer.index} is open still: blocks of one session cannot be "
+                f"layer {self._open.unit.layer} is open still: blocks of one session cannot be "
                 f"nested; end one before the next, or use a session for each"
             )
         if number is None and microbatch is not None:
@@ -263,7 +264,7 @@ class OffloadSession:
     @property
     def _state(self) -> str:
         if self._open is not None:
-            return f"inside layer {self._open.layer.index}"
+            return f"inside layer {self._open.unit.layer}"
         return "closed" if self._is_closed else "open"
 
     @property

@@ -232,7 +232,6 @@ class Scopes:
         *,
         offloads: bool,
         unit: UnitRecords | None = None,
-        forward: ForwardLog | None = None,
     ) -> Scope:
         """Note that a layer's forward begins; layers can be nested.
 
@@ -240,11 +239,9 @@ class Scopes:
             layer: the layer.
             offloads: whether its storages are offloaded by default.
             unit: the records of its unit in a schedule; None without a schedule.
-            forward: the log of the layer's microbatch in a schedule; None means the log of the
-                forward that runs.
         """
         around = self.here
-        log = around.forward if forward is None else forward
+        log = around.forward if unit is None else unit.log
         if self._account.recorder is not None:
             self._account.recorder.begin_forward(Subject(layer, log.number))
         scope = Scope(layer, log, around.small, around.unwritten, offloads=offloads, unit=unit)

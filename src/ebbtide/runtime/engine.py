@@ -8,7 +8,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -88,14 +88,6 @@ def devices_made_by(maker: DeviceMaker) -> Iterator[list[Engine]]:
 Record = Callable[[Transfers, list[nn.Module], Callable[[], frozenset[int]]], StepListener]
 """Makes what is told of a model's steps, given its transfers, its modules, and a function that
 returns the parameters whose values rest elsewhere, by `id`."""
-
-
-class OpenLayer(NamedTuple):
-    """The open layer of a hand-written training loop."""
-
-    layer: Layer
-    log: ForwardLog
-    unit: UnitRecords
 
 
 @final
@@ -391,8 +383,8 @@ class Engine:
         if self.executor is None:
             self.activations.scopes.begin_layer(layer, offloads=self.placement.offloads(layer))
         else:
-            unit = Unit(layer.index, self._microbatch)
-            self._begin_layer(layer, *self.executor.begin_unit(unit))
+            unit = self.executor.begin_unit(Unit(layer.index, self._microbatch))
+            self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit)
 
     def find_recomputing(self, counts: Callable[[], bool]) -> Recomputing | None:
         """Say whether the forward of a layer that is called now is recomputed; `None` if it is not.
@@ -437,9 +429,6 @@ class Engine:
             self._watch_outputs(layer, scope.forward, unit, outputs)
         return scope
 
-    def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> None:
-        self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
-
     def _watch_outputs(
         self,
         layer: Layer,
@@ -470,7 +459,9 @@ class Engine:
 
     # ---- called by hand-written training loops ------------------------------------------------
 
-    def open_layer(self, unit: Unit | None, held: Iterable[torch.Tensor] = ()) -> OpenLayer | None:
+    def open_layer(
+        self, unit: Unit | None, held: Iterable[torch.Tensor] = ()
+    ) -> UnitRecords | None:
         """Begin a block of code that is one layer. Returns None where autograd does not record.
 
         Args:
@@ -483,13 +474,13 @@ class Engine:
         self.scheduled.end_given_up_run()
         hooks.begin(held)  # first: the step would be over once the last forward is no more to come
         try:
-            records, log = self.scheduled.begin_unit(unit)
+            records = self.scheduled.begin_unit(unit)
         except BaseException:
             hooks.end()
             raise
         layer = Layer(records.unit.layer, "")
-        self._begin_layer(layer, records, log)
-        return OpenLayer(layer, log, records)
+        self.activations.scopes.begin_layer(layer, offloads=records.leaves, unit=records)
+        return records
 
     def close_layer(self, *, interrupted: bool) -> None:
         """Note that the block has ended, normally or by an exception."""
@@ -498,9 +489,9 @@ class Engine:
         if interrupted:
             self.scheduled.abandon()
 
-    def note_outputs(self, layer: OpenLayer, outputs: Sequence[torch.Tensor]) -> None:
+    def note_outputs(self, unit: UnitRecords, outputs: Sequence[torch.Tensor]) -> None:
         """Note the tensors that a layer returned."""
-        self._watch_outputs(*layer, outputs)
+        self._watch_outputs(Layer(unit.unit.layer, ""), unit.log, unit, outputs)
 
     def mend(self) -> None:
         """Put right what an interrupt may have left half done."""

@@ -87,14 +87,14 @@ class ScheduleExecutor:
 
     # ---- called from outside, without the lock ------------------------------------------------
 
-    def begin_unit(self, unit: Unit | None = None) -> tuple[UnitRecords, ForwardLog]:
+    def begin_unit(self, unit: Unit | None = None) -> UnitRecords:
         """Note that the forward of a unit begins, and perform the actions anchored at it.
 
         Args:
             unit: the unit; None means the next one in the order.
 
         Returns:
-            The unit's records and the log of its microbatch, for `Scopes.begin_layer`.
+            The unit's records, for `Scopes.begin_layer`.
         """
         self.end_given_up_run()
         manual = self.mode.manual
@@ -117,10 +117,11 @@ class ScheduleExecutor:
                 unit,
                 len(self._schedule.order) if use is None else use,
                 run,
+                self._log(run, unit.microbatch),
                 leaves=manual or unit in self._leaving,
                 immediate=unit in self._immediate and not manual,
             )
-            return records, self._log(records)
+            return records
 
     def end_given_up_run(self) -> None:
         """Abandon the current run if its graphs have died although passes are still to come."""
@@ -153,8 +154,7 @@ class ScheduleExecutor:
             self.begin(records.run, Pass(direction, unit))
             recorder = self._transfers.account.recorder
             if recorder is not None:
-                number = self._log(records).number
-                recorder.begin_backward(Subject(Layer(unit.layer, ""), number))
+                recorder.begin_backward(Subject(Layer(unit.layer, ""), records.log.number))
 
     def end_backward(self) -> None:
         """Note that the last backward to begin has ended; only the trace uses this."""
@@ -239,9 +239,8 @@ class ScheduleExecutor:
 
     # ---- passes -------------------------------------------------------------------------------
 
-    def _log(self, records: UnitRecords) -> ForwardLog:
-        """Return the log of the microbatch that a unit belongs to."""
-        run, number = records.run, records.unit.microbatch
+    def _log(self, run: ScheduleRun, number: int) -> ForwardLog:
+        """Return the log of a microbatch of a run."""
         if number not in run.logs:
             shown = number if self._schedule.num_microbatches > 1 else run.number
             run.logs[number] = ForwardLog(None, shown)

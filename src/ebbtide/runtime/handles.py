@@ -512,6 +512,7 @@ class UnitRecords:
         unit: the unit.
         use: place in the order of the schedule at which the unit's backward begins.
         run: the schedule run that the unit belongs to.
+        log: the log of its microbatch.
         leaves: whether the schedule offloads the unit.
         immediate: whether the copy of a storage starts when it is saved; otherwise it starts at the
             unit's offload action.
@@ -522,6 +523,7 @@ class UnitRecords:
     unit: Unit
     use: int
     run: ScheduleRun
+    log: ForwardLog
     leaves: bool
     immediate: bool
     done: set[Verb] = field(default_factory=set)
