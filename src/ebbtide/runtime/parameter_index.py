@@ -305,10 +305,6 @@ def home_of(parameter: nn.Parameter) -> torch.device:
 # ---- Weights that rest outside the device: all that the runtime knows of them ----
 
 
-class ExchangedParameter(torch.Tensor):
-    """Values of a parameter on the device, which its modules hold for one call of their layer."""
-
-
 class RestingWeights(Protocol):
     """The weights of a model that rest outside the device between uses; it contains those that do.
 

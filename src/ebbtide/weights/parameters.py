@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.device import Layer
 from ebbtide.errors import PolicyError
-from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.record import STORED, WEIGHT, Record
 from ebbtide.runtime.torch_internals import (
     count_storage_users,
@@ -226,7 +225,7 @@ Conversion = Callable[[torch.Tensor], torch.Tensor]
 """What `module.to` and its kin compute of each parameter."""
 
 
-class DeviceParameter(ExchangedParameter):
+class DeviceParameter(torch.Tensor):
     """Replaces a parameter in its modules: a tensor with the same values in a device buffer.
 
     Operations on it return plain tensors. It is no `nn.Parameter`, because modules that a forward
