@@ -56,31 +56,30 @@ def _is_part(value: object) -> bool:
     return any(kind.__module__ == _MODULE for kind in type(value).__mro__)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, copy_tensor: Callable[[Tensor], object]) -> Any:
+    """Return a copy of a cache, with what a function returns in the places of its tensors."""
     if isinstance(value, Tensor):
-        return value.detach().new_empty(()).expand(value.shape)
+        return copy_tensor(value)
     if isinstance(value, list | tuple):
-        return type(value)([_copied(each) for each in value])
+        return type(value)([_copied(each, copy_tensor) for each in value])
     if isinstance(value, dict):
-        return type(value)({key: _copied(each) for key, each in value.items()})
+        return type(value)({key: _copied(each, copy_tensor) for key, each in value.items()})
     if not _is_part(value):
         return value
     copied = copy.copy(value)
     for name, each in vars(value).items():
-        copied.__dict__[name] = _copied(each)
+        copied.__dict__[name] = _copied(each, copy_tensor)
     return copied
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif _is_part(value):
-        yield from _tensors_in(vars(value))
+def _without_memory(tensor: Tensor) -> Tensor:
+    return tensor.detach().new_empty(()).expand(tensor.shape)
+
+
+def _tensors_in(cache: object) -> list[Tensor]:
+    found: list[Tensor] = []
+    _copied(cache, found.append)
+    return found
 
 
 # ---- Separates the tensors among a call's arguments from the rest, so that they can be saved ----
@@ -130,7 +129,7 @@ class Arguments:
             told: Any = leaf if leaf is None or type(leaf) is bool else type(leaf)
             kind.append(told)
             if is_cache(leaf):
-                self._caches[number] = _copied(leaf)
+                self._caches[number] = _copied(leaf, _without_memory)
                 self._filled += ((leaf, each, each._version) for each in _tensors_in(leaf))
                 self._leaves[number] = None
             else:
@@ -159,7 +158,7 @@ class Arguments:
         for number, place in self._places.items():
             leaves[number] = tensors[place]
         for number, copied in self._caches.items():
-            leaves[number] = _copied(copied)
+            leaves[number] = _copied(copied, _without_memory)
         args, kwargs = tree_unflatten(leaves, self._structure)
         return args, kwargs
 
