@@ -197,9 +197,6 @@ class Recording:
     def stop(self) -> None:
         self._log = self._finished = None
 
-    def has_seen(self, what: str) -> bool:
-        return any(event.what == what for event in self.trace.events)
-
     @property
     def trace(self) -> Trace:
         """What the last finished step did. Reading it waits until the device has finished it."""

@@ -241,13 +241,9 @@ class Engine:
 
     @property
     def had_backward(self) -> bool:
-        """Whether the last step was more than a forward that failed or whose result was dropped."""
+        """Whether the last finished step had a backward, as far as is known."""
         meter = self.transfers.account.last_meter
-        if meter is not None and meter.had_backward:
-            return True
-        self.settle()
-        listener = self.transfers.account.listener
-        return self.is_traced and listener is not None and listener.has_seen("backward")
+        return meter is not None and meter.had_backward
 
     @property
     def refused_layers(self) -> frozenset[str]:
@@ -451,6 +447,7 @@ class Engine:
             if passes is not None and counts is not None and counts.passes is passes:
                 passes.begin_backward_of(layer.index)
             if counts is not None and counts.recorder is not None:
+                counts.meter.had_backward = True
                 counts.recorder.begin_backward(about)
             if window is not None:  # last, after what measures the backward
                 window()

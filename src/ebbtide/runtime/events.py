@@ -311,6 +311,3 @@ class StepListener(Protocol):
 
     def stop(self) -> None:
         """No further steps are recorded for now."""
-
-    def has_seen(self, what: str) -> bool:
-        """Whether an event of this kind was in the last finished step. It waits for the device."""

@@ -172,7 +172,8 @@ class StepMeter:
     Attributes:
         waits: for each wait of compute for a copy: its start, the event of the copy's completion,
             and whether the copy is a reload.
-        had_backward: whether a backward has read an activation of the step.
+        had_backward: whether a backward has read an activation of the step, or begun in a layer
+            while a trace is recorded.
         largest_bytes: size of the largest copy down.
         num_forwards: number of forwards that have begun.
         num_runs: number of runs of a schedule that have begun.
