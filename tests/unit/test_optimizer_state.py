@@ -235,6 +235,26 @@ def pagers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ebbtide-pager"]
 
 
+def test_files_are_paged_out_while_a_step_fills_ram(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    paged_out = threading.Event()
+    model = make()
+
+    def fill_ram(optimizer: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+        two_names(optimizer, state, p)
+        # 32 MiB are tolerated.
+        pages = torch.from_file(str(tmp_path / "pages"), shared=True, size=2**26, dtype=torch.uint8)
+        pages.fill_(1)
+        assert paged_out.wait(60)
+
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()) as handle:
+        optimizer = Custom(model.parameters(), fill_ram)
+        model(torch.ones(4, WIDTH)).sum().backward()
+        monkeypatch.setattr(handle._engine.transfers.store, "page_out", paged_out.set)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("then", ["step", "detach", "drop"])
 def test_the_thread_of_a_step_that_raises_ends(then: str) -> None:
     """It ends with the next step, with the offload, or with the optimizer."""

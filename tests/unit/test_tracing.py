@@ -50,6 +50,21 @@ def of(trace: Trace, what: str) -> list[TraceEvent]:
 # Traces of real steps
 
 
+def test_a_backward_that_reads_only_small_tensors_is_known_of() -> None:
+    """A budget tells by it a step from a forward whose result was dropped."""
+    net = model()
+    large = ebbtide.ActivationPolicy(min_bytes=2**30, rebuild=False)
+    with ebbtide.offload(net, activations=large, trace=True) as handle:
+        for has_backward in (True, False, True):
+            loss = net(torch.randn(ROWS, WIDTH)).square().mean()
+            if has_backward:
+                loss.backward()
+            del loss
+            gc.collect()
+            assert handle.stats.num_saved
+            assert handle._engine.had_backward is has_backward
+
+
 def test_nothing_is_recorded_unless_asked_for() -> None:
     net = model()
     with offload(net) as handle:
