@@ -152,18 +152,17 @@ def search(
     bound_s = busy_s(profile)
     with contextlib.suppress(TimeoutError):  # then there are the plans made by hand
         free = _relax(ends[0], hardware, None if weights else places[0], whole_layers=whole)
-        if free is None:
-            raise _over(ends)
-        bound_s = free.bound_s
-        if not weights:
-            bounded = [(ends[0], free)]
-        tried = resting_choices(profile, free.resting_bytes) if weights else ()
-        for contest in [*ends, *map(contest_of, tried)] if weights else ():
-            if contest.is_late:
-                break
-            found = _relax(contest, hardware, contest.resting, whole_layers=whole)
-            if found is not None:
-                bounded.append((contest, found))
+        if free is not None:  # otherwise a plan may fit still: a layer can need less than it saves
+            bound_s = free.bound_s
+            if not weights:
+                bounded = [(ends[0], free)]
+            tried = resting_choices(profile, free.resting_bytes) if weights else ()
+            for contest in [*ends, *map(contest_of, tried)] if weights else ():
+                if contest.is_late:
+                    break
+                found = _relax(contest, hardware, contest.resting, whole_layers=whole)
+                if found is not None:
+                    bounded.append((contest, found))
     best = _best_placement(bounded, hardware) or ends[-1]
     if not best.has_fitting:
         _enter_rules(best)
