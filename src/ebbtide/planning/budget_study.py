@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import logging
 import math
-import time
-from collections.abc import Set
+import sys
+from collections.abc import Hashable, Set
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.contest import offload_or_rebuild, with_weights
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost
 from ebbtide.planning.prediction import (
     CautiousTiming,
@@ -37,104 +36,122 @@ from ebbtide.planning.search import find_frugal, search
 from ebbtide.planning.windows import open_windows
 from ebbtide.units import format_size
 
+_AGAIN: Final = "again"
+"""The way of a layer that is recomputed."""
+
+
+def _ways(plan: Plan, *, again: bool | None = None) -> list[Hashable]:
+    """Return how the layer at each position runs, as far as the memory of its passes depends on it.
+
+    In a pass with a window, what the layer offloads is there as long as what it keeps. Otherwise
+    it leaves one by one.
+
+    Args:
+        plan: the plan.
+        again: whether all layers are recomputed, or none; None: as the plan says.
+    """
+    ways: list[Hashable] = []
+    for layer in plan.layers:
+        if layer.mode is not LayerMode.AS_IS if again is None else again:
+            ways.append(_AGAIN)
+        elif plan.windows:
+            ways.append(tuple(each is Decision.REBUILD for each in layer.decisions))
+        else:
+            ways.append(layer.decisions)
+    return [*ways, None, *reversed(ways)]
+
 
 @final
 class Corrections:
-    """What was measured at each position beyond what a profile says, by how the layer ran.
+    """What was measured at each position beyond what a profile says, by how its layer ran.
 
-    A layer that has not run in one way yet is taken to need no less there than the profile says.
+    A layer that has not run in some way yet is taken to need what it used in the first step beside
+    what was there, while all that it saves stays; that is the most.
+
+    Args:
+        profile: the step.
+        awaits_copies: whether measured steps await their copies. If not, a step that needs less
+            than was predicted may owe that to copies which ended early by chance.
     """
 
-    def __init__(self) -> None:
-        self._excess: dict[tuple[int, bool], int] = {}  # by position and whether recomputed
-        self._kept: set[tuple[int, bool]] = set()  # measured with more than what was offloaded
-        self._working: dict[int, int] = {}  # by position, if all that it saves stays
+    def __init__(self, profile: StepProfile, *, awaits_copies: bool = True) -> None:
+        self._awaits_copies = awaits_copies
+        gradients = [each.gradient_bytes for each in profile.layers]
+        self._gradients = [*[0] * (len(gradients) + 1), *reversed(gradients)]
+        self._measured: list[dict[Hashable, int]] = [{} for _ in self._gradients]
+        self._staying: dict[int, int] = {}  # by position, if all that is saved stays
 
-    def learn(self, watch: PassWatch, plan: Plan, predicted: Prediction) -> None:
+    def learn(
+        self, watch: PassWatch, plan: Plan, predicted: Prediction, owed_bytes: int = 0
+    ) -> None:
         """Note by how much a step needed more, or less, than was predicted.
 
         Args:
             watch: what was measured.
             plan: the plan that was followed.
             predicted: what these corrections predicted for it.
+            owed_bytes: what the step had not yet of all that was predicted to be there throughout.
         """
-        peaks = predicted.peak_by_position
-        if not self._working:  # later, gradients of weights that came back would count twice
-            for position, size_bytes in watch.working.items():
-                self._working.update(dict.fromkeys(watch.covered(position), size_bytes))
+        peaks, more, ways = predicted.peak_by_position, self.more_bytes(plan), _ways(plan)
+        # Under one bound, how much has been brought back by the time of a peak is chance, too.
+        is_sure = self._awaits_copies and (plan.windows or not plan.max_inflight_bytes)
+        least_bytes = -sys.maxsize if is_sure else 0
         for position, peak_bytes in watch.peaks.items():
             covered = watch.covered(position)
-            excess_bytes = peak_bytes - max(peaks[each] for each in covered)
+            excess_bytes = peak_bytes + owed_bytes - max(peaks[each] for each in covered)
             for each in covered:
-                key = each, _is_recomputed(plan, each)
-                self._excess[key] = self._excess.get(key, 0) + excess_bytes
-                if not _is_offloaded(plan, each):
-                    self._kept.add(key)
+                needed_bytes = max(least_bytes, more[each] + excess_bytes)
+                self._measured[each][ways[each]] = needed_bytes
+        if not self._staying:  # later, gradients of weights that came back would count twice
+            for position, size_bytes in watch.working.items():
+                for each in watch.covered(position):  # a plan counts gradients by themselves
+                    self._staying[each] = size_bytes - self._gradients[each]
 
-    def apply(
-        self, profile: StepProfile, *, cautious: bool = False, plan: Plan | None = None
-    ) -> StepProfile:
-        """Return a profile with working memory as it was measured.
+    def more_bytes(self, plan: Plan, *, again: bool | None = None) -> list[int]:
+        """Return what each position needs beyond what the profile says.
+
+        Args:
+            plan: the plan.
+            again: whether all layers are recomputed, or none; None: as the plan says.
+        """
+        return [self._at(position, way) for position, way in enumerate(_ways(plan, again=again))]
+
+    def _at(self, position: int, way: Hashable) -> int:
+        known = self._measured[position]
+        if way in known:
+            return known[way]
+        places, last = {position}, len(self._measured) - 1
+        if way is _AGAIN:
+            if 2 * position < last:  # saving nothing, it needs no more than if all leaves at once
+                return min(known.values(), default=0)
+            places.add(last - position)  # it runs the forward, too
+        staying = [self._staying[each] for each in places if each in self._staying]
+        return max([0, *(staying or list(known.values()))])
+
+    def apply(self, profile: StepProfile, plan: Plan) -> StepProfile:
+        """Return a profile with the working memory that the layers were measured to need.
 
         Args:
             profile: the profile.
-            cautious: while all that a layer saves is offloaded, it is never there at one time, so
-                what was measured then says little of a layer that keeps it. This counts on what it
-                used beside what was there.
-            plan: the plan that the profile is for, so that this is done for layers alone that keep
-                something; None: it is not known.
+            plan: says how the layers run that are not recomputed.
         """
-        count = len(profile.layers)
-
-        def more_bytes(position: int, recomputed: bool) -> int:
-            size_bytes = self._excess.get((position, recomputed))
-            if size_bytes is None:  # what was measured in one way is needed in the other, too
-                other = position, not recomputed
-                return max(0, more_bytes(*other)) if other in self._excess else 0
-            if not cautious or (position, recomputed) in self._kept:
-                return size_bytes
-            if plan is not None and _is_offloaded(plan, position):
-                return size_bytes
-            working_bytes = self._working.get(position, 0)
-            if position > count:  # a plan counts gradients by themselves
-                working_bytes -= profile.layers[2 * count - position].gradient_bytes
-            return max(0, size_bytes, working_bytes)
-
-        layers = []
+        as_is, again = self.more_bytes(plan, again=False), self.more_bytes(plan, again=True)
+        layers, count = [], len(profile.layers)
         for index, layer in enumerate(profile.layers):
             unsaved_bytes = layer.unsaved_forward_bytes
             if unsaved_bytes is None:
                 unsaved_bytes = profile.inside_bytes(index) + layer.forward_working_bytes
             there, back = index, 2 * count - index
             figures = {
-                "forward_working_bytes": layer.forward_working_bytes + more_bytes(there, False),
-                "unsaved_forward_bytes": unsaved_bytes + more_bytes(there, True),
-                "backward_working_bytes": layer.backward_working_bytes + more_bytes(back, False),
-                "recompute_working_bytes": layer.second_working_bytes + more_bytes(back, True),
+                "forward_working_bytes": layer.forward_working_bytes + as_is[there],
+                "unsaved_forward_bytes": unsaved_bytes + again[there],
+                "backward_working_bytes": layer.backward_working_bytes + as_is[back],
+                "recompute_working_bytes": layer.second_working_bytes + again[back],
             }
             known: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
             layers.append(dataclasses.replace(layer, **known))
-        loss_bytes = max(0, profile.loss_working_bytes + more_bytes(count, False))
+        loss_bytes = max(0, profile.loss_working_bytes + as_is[count])
         return dataclasses.replace(profile, layers=tuple(layers), loss_working_bytes=loss_bytes)
-
-
-def _is_recomputed(plan: Plan, position: int) -> bool:
-    layer = _layer_at(plan, position)
-    return layer is not None and layer.mode is not LayerMode.AS_IS
-
-
-def _is_offloaded(plan: Plan, position: int) -> bool:
-    """Whether the layer at a position keeps nothing that it saves, and does not run again."""
-    layer = _layer_at(plan, position)
-    if layer is None or layer.mode is not LayerMode.AS_IS:
-        return False
-    return bool(layer.decisions) and Decision.KEEP not in layer.decisions
-
-
-def _layer_at(plan: Plan, position: int) -> LayerPlan | None:
-    """Return the layer whose forward or backward has a position; None is between the passes."""
-    count = len(plan.layers)
-    return None if position == count else plan.layers[min(position, 2 * count - position)]
 
 
 # ---- What a budget expects of a plan, and which plans it takes to be the same ----
@@ -161,8 +178,10 @@ def _cut(plan: Plan) -> Plan:
 # grows files; so one more step does the same. On an accelerator the first one has the memory of
 # each pass measured, which makes the host wait, and the second one only its seconds, as it runs
 # when nobody waits. A plan is searched for with that, and the step that follows it is measured. It
-# leaves twice the margin, because its layers have not run so. With what it has taught one more plan
-# is searched for, and the better of the two stays.
+# leaves twice the margin where that is possible, because its layers have not run so: see
+# `Corrections`. With what it has taught one more plan is searched for, and the better of the two
+# stays. On an accelerator, a plan without a margin is better than none: all that it is predicted to
+# need is what was measured, or the most that a layer can need.
 #
 # A step whose tensors are over the budget leads to a plan that leaves as much more of it free, and
 # twice the margin, whatever came before. See [Note: what counts].
@@ -178,12 +197,6 @@ _LESS: Final = 0.9
 
 SURE: Final = 1.5
 """How far over the budget a prediction may be to be tried, if no other plan is left."""
-
-_TRIES: Final = 4
-"""Plans that are looked at, if each keeps in some layer what it has no room for then."""
-
-_LIKELY: Final = 1.25
-"""How far over the budget that may be to be tried: a UNet's layers needed 0.73 to 0.78 of it."""
 
 _QUICK_S: Final = 2.0
 """Seconds that a search may take: more found nothing better for GPTs of 20 layers."""
@@ -264,8 +277,10 @@ class BudgetStudy:
         self._hardware = hardware
         self.budget_bytes = self._asked_bytes = self._given_bytes = budget_bytes
         self._host_bytes = host_bytes
-        self._corrections = Corrections()
+        awaits_copies = not hardware.computes_on_host
+        self._corrections = Corrections(profile, awaits_copies=awaits_copies)
         self._begin_bytes = begin_bytes  # without the weights that the profile has
+        self._there_bytes = sys.maxsize  # of weights on the device when the last step began
         self._end_peak_bytes = 0  # of the work after the last pass, without them, too
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._tried: list[_Followed] = []  # that were measured, as far as they may come again
@@ -275,7 +290,8 @@ class BudgetStudy:
         rests = everywhere(profile)
         self.places_weights = any(rests)
         self.weights_can_leave = self._has_memory = False
-        self._now = _Followed(with_weights(offload_or_rebuild(profile), rests))
+        self._recorded = with_weights(offload_or_rebuild(profile), rests)
+        self._now = _Followed(self._recorded)
         self._predict_now()
 
     @property
@@ -288,7 +304,7 @@ class BudgetStudy:
         """The plan with its reasons."""
         return PlannedStep(
             plan=self.plan,
-            profile=self._corrected(),
+            profile=self._corrected(self.plan),
             hardware=self._hardware,
             budget_bytes=min(self.budget_bytes, self._given_bytes),
             settled=self.phase is Phase.SETTLED,
@@ -315,9 +331,14 @@ class BudgetStudy:
         Raises:
             BudgetError: no plan fits into the budget.
         """
-        if self._searches:
+        if self.phase is not Phase.SETTLED or self._searches:
             # A process holds more than when it was last measured: the optimizer's state is new.
-            self._begin_bytes = self._without_weights(begin_bytes)
+            self._note_begin(begin_bytes)
+        if self.phase is Phase.FRUGAL and self._has_memory and self.weights_can_leave:
+            peak_bytes = self._predict_measured().peak_bytes
+            if peak_bytes > self.budget_bytes:
+                raise self._too_small(peak_bytes, None)
+        if self._searches:
             if self._now.measured is not None:
                 needs_bytes = self._predict().peak_bytes
                 needs_bytes = max(self._now.needs_bytes, needs_bytes)
@@ -325,11 +346,26 @@ class BudgetStudy:
             self._search()
         return self.plan
 
-    def _without_weights(self, size_bytes: int) -> int:
-        """Return what was in use without the weights that the plan has on the device."""
+    def _note_begin(self, begin_bytes: int) -> int:
+        """Note what is in use when a step begins.
+
+        Returns:
+            How much of that is still to come: weights that have just come to the device have no
+            gradients there yet, and no state.
+        """
+        there_bytes = self._weight_bytes_there
+        found_bytes, owed_bytes = begin_bytes - there_bytes, 0
+        if there_bytes > self._there_bytes:
+            owed_bytes = max(0, self._begin_bytes - found_bytes)
+        self._there_bytes = there_bytes
+        self._begin_bytes = max(0, found_bytes + owed_bytes)
+        return owed_bytes
+
+    @property
+    def _weight_bytes_there(self) -> int:
+        """What the weights need that the plan has on the device, and all that belongs to them."""
         pairs = zip(self.profile.layers, self.plan.layers, strict=True)
-        there = sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
-        return max(0, size_bytes - there)
+        return sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
 
     def has_all_passes(self, watch: PassWatch) -> bool:
         """Whether a step had all passes of the profile, or the same ones as the step before.
@@ -364,14 +400,19 @@ class BudgetStudy:
             watch: what was measured.
         """
         self._has_memory = True
-        self._begin_bytes = self._without_weights(watch.begin_bytes)
+        owed_bytes = self._note_begin(watch.begin_bytes)
         self._predict_now()
-        profile = self._corrected(num_forwards=1)
-        predictor: Predictor = CautiousTiming(profile, self._hardware)
-        if not self._hardware.computes_on_host:  # it has awaited its copies
-            predictor = StepTiming(profile, self._hardware, awaits_copies=True)
-        self._corrections.learn(watch, self.plan, predictor.predict(self.plan))
-        self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
+        self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
+        there_bytes = self._weight_bytes_there
+        self._end_peak_bytes = max(0, watch.end_peak_bytes + owed_bytes - there_bytes)
+
+    def _predict_measured(self) -> Prediction:
+        """Predict a step whose memory is measured: on an accelerator, it awaits its copies."""
+        predictor: Predictor = self._timing(num_forwards=1)
+        if not self._hardware.computes_on_host:
+            more = self._corrections.more_bytes
+            predictor = StepTiming(self._begun(), self._hardware, awaits_copies=True, more=more)
+        return predictor.predict(self.plan)
 
     def learn(
         self, trace: Trace, step_s: float, used_bytes: int, watch: PassWatch | None = None
@@ -386,7 +427,7 @@ class BudgetStudy:
         """
         if watch is not None:
             self.learn_memory(watch)
-            self._now = self._now._replace(plan=self._opened(self.plan, self._corrected())[0])
+            self._now = self._now._replace(plan=self._opened(self.plan))
         self._learn_seconds(trace, step_s)
         after = self._predict()
         if watch is not None and not self._hardware.computes_on_host:
@@ -395,16 +436,14 @@ class BudgetStudy:
         # Copies are awaited where memory is measured; in other steps more of them are under way.
         self._note_cost(StepCost(used_bytes, step_s), after.peak_bytes, used_bytes)
 
-    def _opened(self, plan: Plan, profile: StepProfile) -> tuple[Plan, int]:
-        """Return a plan whose copies have the room of each pass, and what it needs without them."""
-        timing, limit_bytes = CautiousTiming(profile, self._hardware), self._limit_bytes
+    def _opened(self, plan: Plan) -> Plan:
+        """Return a plan whose copies have the room of each pass, as it is known by now."""
         if not plan.windows:
-            return plan, timing.predict(plan).peak_bytes
-        closed = plan.with_closed_windows()
-        alone = timing.predict(closed)
-        peaks = alone.peak_by_position
-        opened = open_windows(closed, profile, StorageUses(profile), peaks, limit_bytes)
-        return dataclasses.replace(opened, limit_bytes=limit_bytes), alone.peak_bytes
+            return plan
+        closed, limit_bytes = plan.with_closed_windows(), self._limit_bytes
+        peaks = self._timing().predict(closed).peak_by_position
+        opened = open_windows(closed, self.profile, StorageUses(self.profile), peaks, limit_bytes)
+        return dataclasses.replace(opened, limit_bytes=limit_bytes)
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
@@ -589,23 +628,35 @@ class BudgetStudy:
         """
         self._now = _Followed(plan, at_first or _cost_of(plan))
 
-    def _corrected(
-        self,
-        *,
-        cautious: bool = False,
-        plan: Plan | None = None,
-        num_forwards: int | None = None,
-    ) -> StepProfile:
-        profile = dataclasses.replace(
+    def _begun(self) -> StepProfile:
+        """Return the profile with what is in use when a step begins, and what its end needs."""
+        return dataclasses.replace(
             self.profile,
             fixed_bytes=self._begin_bytes,
             after_working_bytes=max(0, self._end_peak_bytes - self._begin_bytes),
         )
-        corrected = self._corrections.apply(profile, cautious=cautious, plan=plan)
-        return corrected.with_forwards(num_forwards or self.num_forwards)
+
+    def _corrected(self, plan: Plan) -> StepProfile:
+        """Return the profile of all forwards, with what the layers need if they run by a plan."""
+        return self._corrections.apply(self._begun(), plan).with_forwards(self.num_forwards)
+
+    def _timing(self, num_forwards: int | None = None) -> CautiousTiming:
+        """Return what predicts plans of a step, with what their layers were measured to need."""
+        count = num_forwards or self.num_forwards
+        profile, more = self._begun().with_forwards(count), self._corrections.more_bytes
+        if count == 1:
+            return CautiousTiming(profile, self._hardware, more=more)
+
+        def more_bytes(plan: Plan) -> list[int]:
+            known = more(plan)
+            loss_bytes = self._corrected(plan).loss_working_bytes
+            known[len(plan.layers)] = loss_bytes - profile.loss_working_bytes
+            return known
+
+        return CautiousTiming(profile, self._hardware, more=more_bytes)
 
     def _predict(self) -> Prediction:
-        return CautiousTiming(self._corrected(), self._hardware).predict(self.plan)
+        return self._timing().predict(self.plan)
 
     def _predict_now(self) -> Prediction:
         """Give the plan that is followed what is predicted of it now, before it is measured."""
@@ -621,9 +672,8 @@ class BudgetStudy:
 
     def _find_frugal(self) -> Plan:
         """Return the plan that needs the least of those that are looked at."""
-        profile = self._corrected()
-        timing = CautiousTiming(profile, self._hardware)
-        return find_frugal(profile, self._hardware, timing, everywhere(profile), self._host_bytes)
+        profile, rests = self._corrected(self._recorded), everywhere(self.profile)
+        return find_frugal(profile, self._hardware, self._timing(), rests, self._host_bytes)
 
     @property
     def _margin_bytes(self) -> int:
@@ -647,38 +697,18 @@ class BudgetStudy:
         Raises:
             BudgetError: no plan was found.
         """
-        is_unsure = self.phase is Phase.PLANNED or self._over_bytes > 0
-        unsure_bytes = self._margin_bytes if is_unsure else 0
-        end_s = time.monotonic() + _QUICK_S
-        try:
-            return self._find(self._free_bytes + unsure_bytes, _QUICK_S, cautious=True)
-        except BudgetError:
-            left_s = max(_QUICK_S / 4, end_s - time.monotonic())
-            return self._find_carefully(left_s)
+        margins = [2, 1] if self.phase is Phase.PLANNED or self._over_bytes else [1]
+        if not self._hardware.computes_on_host:  # where what is predicted is the most
+            margins.append(0)
+        while True:
+            free_bytes = self._over_bytes + margins.pop(0) * self._margin_bytes
+            try:
+                return self._find(free_bytes)
+            except BudgetError:
+                if not margins:
+                    raise
 
-    def _find_carefully(self, limit_s: float) -> Plan:
-        """Search for a plan in which the layers have room that keep what they save.
-
-        There is none with room for all layers to do so.
-
-        Raises:
-            BudgetError: no plan was found.
-        """
-        plan = self._find(self._free_bytes, limit_s, cautious=False)
-        device_bytes, least_bytes = self._limit_bytes, self._find_frugal().peak_bytes or 0
-        for _ in range(_TRIES):
-            careful, needs_bytes = self._opened(plan, self._corrected(cautious=True, plan=plan))
-            # On a CPU it is not measured what a layer needs beside what it saves.
-            if needs_bytes <= self._limit_bytes or self._hardware.computes_on_host:
-                return careful
-            device_bytes = (device_bytes + least_bytes) // 2
-            with contextlib.suppress(BudgetError):
-                plan = self._find(self.budget_bytes - device_bytes, limit_s, cautious=False)
-        fitting = self._fastest()
-        is_likely = needs_bytes <= _LIKELY * self.budget_bytes
-        return careful if fitting is None or is_likely else fitting.plan
-
-    def _find(self, free_bytes: int, limit_s: float, *, cautious: bool) -> Plan:
+    def _find(self, free_bytes: int) -> Plan:
         """Search for a plan that leaves this much of the budget free.
 
         Raises:
@@ -686,10 +716,15 @@ class BudgetStudy:
         """
         device_bytes = max(0, self.budget_bytes - free_bytes)
         budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
-        profile = self._corrected(cautious=cautious)
-        timing = CautiousTiming(profile, self._hardware)
-        weights = self.places_weights
-        plan = search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
+        # The programme, which knows nothing of ways to run, is guided by the one that needs least.
+        plan = search(
+            self._corrected(self._recorded),
+            self._hardware,
+            budget,
+            self._timing(),
+            weights=self.places_weights,
+            limit_s=_QUICK_S,
+        )
         if self.num_forwards > 1 and plan.windows:  # each pass has as much room as the fullest
             least_bytes = min(plan.windows)
             windows = (least_bytes,) * len(plan.windows)

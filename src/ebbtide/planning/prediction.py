@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, final
 
@@ -429,6 +429,10 @@ class Predictor(Protocol):
         """Return what a step under a plan costs."""
 
 
+MoreBytes = Callable[[Plan], Sequence[int]]
+"""Returns what each position of a step under a plan needs beyond what its profile says."""
+
+
 @final
 class StepTiming:
     """Predicts steps of one profile on one machine by arithmetic. See [Note: timing].
@@ -440,6 +444,7 @@ class StepTiming:
             runs, as `ebbtide.OffloadHandle.overlap` lets it.
         awaits_copies: whether all copies are awaited at each begin of a pass, as in a step whose
             memory is measured.
+        more: what was measured beyond the profile; None: nothing.
 
     Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
     a host that runs ahead and so sees copies complete late, copies of the step before that are
@@ -454,9 +459,11 @@ class StepTiming:
         *,
         steps_in_backward: bool = False,
         awaits_copies: bool = False,
+        more: MoreBytes | None = None,
     ) -> None:
         self._profile = profile
         self._hardware = hardware
+        self._more = more
         self._steps_in_backward = steps_in_backward
         self._awaits_copies = awaits_copies
         self._uses = StorageUses(profile)
@@ -481,7 +488,11 @@ class StepTiming:
 
     def _run(self, plan: Plan, record: StepRecord | None) -> Prediction:
         run = _Run(self._profile, self._hardware, self._uses, plan, record, self._awaits_copies)
+        if self._more is not None:
+            run.more_bytes = list(self._more(plan))
         run.forward()
+        if self._more is not None and not self._hardware.computes_on_host:
+            run.count_what_stays()
         run.backward()
         return run.prediction(steps_in_backward=self._steps_in_backward)
 
@@ -542,6 +553,7 @@ class _Run:
             else:
                 self._resident_bytes += layer.parameter_bytes
         self.peaks: list[int] = []
+        self.more_bytes = [0] * (2 * len(profile.layers) + 1)  # by position
 
     # ---- forward ------------------------------------------------------------------------------
 
@@ -575,6 +587,7 @@ class _Run:
 
     def _begin(self, what: str, index: int | None, working_bytes: int) -> None:
         """Note the memory of a pass that begins now."""
+        working_bytes += self.more_bytes[len(self.peaks)]
         self.peaks.append(self._resident_bytes + working_bytes)
         if self._record is None:
             return
@@ -658,6 +671,16 @@ class _Run:
                     self._next_reload = min(self._next_reload, place)
 
     # ---- backward -----------------------------------------------------------------------------
+
+    def count_what_stays(self) -> None:
+        """Count what is still on its way down when backward begins once more.
+
+        Steps are measured with all copies awaited, and then each storage goes when it has been
+        read. A copy that is not complete holds its source for longer.
+        """
+        for index, saved in enumerate(self._uses.saved):
+            staying_bytes = sum(self._sizes[each] for each in saved if each in self._copying)
+            self.more_bytes[2 * len(self._profile.layers) - index] += staying_bytes
 
     def backward(self) -> None:
         """Run the backward passes."""
@@ -884,16 +907,25 @@ class CautiousTiming:
         profile: the step.
         hardware: the link, as it was measured.
         slower: how many times slower copies may be on a CPU.
+        more: what was measured beyond the profile; None: nothing.
     """
 
-    def __init__(self, profile: StepProfile, hardware: Hardware, slower: float = _SLOWER) -> None:
-        self._timing = StepTiming(profile, hardware)
+    def __init__(
+        self,
+        profile: StepProfile,
+        hardware: Hardware,
+        slower: float = _SLOWER,
+        more: MoreBytes | None = None,
+    ) -> None:
+        self._timing = StepTiming(profile, hardware, more=more)
         self._slow = None
         self._runs_ahead = not hardware.computes_on_host
         if self._runs_ahead:
-            self._slow = StepTiming(profile, _slowed(hardware, down=_LATE, up=1 / _LATE))
+            late = _slowed(hardware, down=_LATE, up=1 / _LATE)
+            self._slow = StepTiming(profile, late, more=more)
         elif slower > 1:
-            self._slow = StepTiming(profile, _slowed(hardware, down=slower, up=slower))
+            slowed = _slowed(hardware, down=slower, up=slower)
+            self._slow = StepTiming(profile, slowed, more=more)
 
     def predict(self, plan: Plan) -> Prediction:
         """Return what a step under a plan costs.

@@ -31,6 +31,7 @@ from ebbtide.planning.prediction import StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.runtime.handles import StorageRecord
+from ebbtide.runtime.record import Record
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     call_after_backward,
@@ -607,7 +608,7 @@ class AbstractPasses(abc.ABC):
     def _end_backward(self) -> None:
         self._enter(*_END)
 
-    def before_change(self, size_bytes: int) -> None:  # noqa: B027  # most need not know
+    def before_change(self, size_bytes: int, record: Record | None) -> None:  # noqa: B027  # most need not know
         """Note that saved tensors are about to come to the device, or to leave it."""
 
     def end_forward(self) -> None:
@@ -641,6 +642,61 @@ class _OpenCall(NamedTuple):
     name: str
     number: int
     inputs: list[tuple[Tensor, int]]
+
+
+@final
+class _IfAllStayed:
+    """Finds what a pass would use beside what it saves, if all of that stayed.
+
+    What is offloaded is never there at one time. So each moment counts with what has left by then,
+    but for what the program holds itself, which is in use anyway. In a backward, each moment counts
+    without what it has let go of for good.
+
+    Attributes:
+        here: the pass. The work after a layer is one with its forward, unless it saves something.
+        most_bytes: the most so far, with what the pass has saved.
+        saved_bytes: what it has saved by now; a backward lets go of it.
+    """
+
+    def __init__(self, here: Pass) -> None:
+        self.here = here
+        self.most_bytes, self.saved_bytes = -sys.maxsize, 0
+        self._own: set[Record] = set()  # what it has saved, or lets go of
+        self._gone: list[Record] = []  # of that, what only the program may still hold
+
+    @property
+    def working_bytes(self) -> int:
+        """The most that was in use beside what the pass has saved."""
+        return self.most_bytes - (0 if self.here.what == "backward" else self.saved_bytes)
+
+    def note(self, peak_bytes: int, now_bytes: int, *, is_after: bool) -> None:
+        """Note what was used, without all saved tensors that are on the device.
+
+        Args:
+            peak_bytes: the peak since the last change of these.
+            now_bytes: what is used now.
+            is_after: whether the layer has returned. Within it, what goes has just been used.
+        """
+        before_bytes = sum(each.size_bytes for each in self._gone)
+        self._gone = [each for each in self._gone if each.find_storage() is not None]
+        held_bytes = sum(each.size_bytes for each in self._gone)
+        peak_bytes -= held_bytes if is_after else before_bytes
+        most_bytes = max(peak_bytes, now_bytes - held_bytes) + self.saved_bytes
+        self.most_bytes = max(self.most_bytes, most_bytes)
+
+    def change(self, size_bytes: int, record: Record) -> None:
+        """Note that a storage comes, or goes; see `PassListener.before_change`."""
+        is_backward = self.here.what == "backward"
+        # What goes unread, to make room, comes again.
+        is_own = size_bytes < 0 and not record.unread if is_backward else size_bytes >= 0
+        if is_own and record not in self._own:
+            self._own.add(record)
+            self.saved_bytes += -record.size_bytes if is_backward else record.size_bytes
+        elif is_backward and not is_own and record in self._own:
+            self._own.remove(record)
+            self.saved_bytes += record.size_bytes
+        if size_bytes <= 0 and not is_backward and record in self._own:
+            self._gone.append(record)
 
 
 @final
@@ -683,8 +739,8 @@ class PassWatch(AbstractPasses):
         self.calls: list[RecordedCall] = []
         self._peaks: dict[Pass, int] = {}
         self._working: dict[Pass, int] = {}  # see `working`
-        self._saved_bytes = 0  # of the pass so far; a backward lets go of them
-        self._most_bytes = -sys.maxsize  # beside other saved tensors, if these stay that long
+        self._small_bytes = 0  # what has no record, and so is none of what a profile has
+        self._stayed = _IfAllStayed(_BEGIN)
         self._merged: dict[Pass, set[Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
         self._memory.return_freed()
@@ -706,9 +762,10 @@ class PassWatch(AbstractPasses):
     def working(self) -> dict[int, int]:
         """What each position would need at most beside saved tensors, if these stay.
 
-        What is offloaded is never there at one time; each moment counts with what would be.
+        What is offloaded is never there at one time; each moment counts with what would be. Where
+        what was freed counts, this is not known.
         """
-        found = self._by_position(self._working)
+        found = {} if self._memory.keeps_freed else self._by_position(self._working)
         return {each: size_bytes - self.begin_bytes for each, size_bytes in found.items()}
 
     def _by_position(self, sizes: Mapping[Pass, int]) -> dict[int, int]:
@@ -791,38 +848,44 @@ class PassWatch(AbstractPasses):
             self._merged.setdefault(self._pass, set()).add(Pass(what, call))
             if not self._memory.keeps_freed:
                 self._end_pass()
+                self._stayed = _IfAllStayed(self._pass)
             return
         positions, here = self._positions, Pass(what, call)
         if positions is None or positions.position(*here) != positions.position(*self._pass):
             self._finish_copies()  # the work after a layer may belong to its pass
         self._end_pass()
         self._pass = here
+        if what != "after":
+            self._stayed = _IfAllStayed(here)
 
     def _end_pass(self) -> None:
         self._note_peak()
-        most_bytes = self._most_bytes
-        if self._pass.what != "backward":
-            most_bytes -= self._saved_bytes  # what it saves counts beside that
-        self._working[self._pass] = max(self._working.get(self._pass, 0), most_bytes)
-        self._saved_bytes, self._most_bytes = 0, -sys.maxsize
+        working_bytes = self._stayed.working_bytes
+        self._working[self._pass] = max(self._working.get(self._pass, 0), working_bytes)
+        self._stayed.most_bytes = -sys.maxsize
         self._memory.return_freed()
         self._memory.reset_peak()
 
     def _note_peak(self) -> None:
         """Note the peak since it was reset last."""
-        used_bytes = self._memory.peak_bytes()
-        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), used_bytes)
-        self.peak_bytes = max(self.peak_bytes, used_bytes)
-        used_bytes -= self._account.device_bytes + self._account.weight_bytes
-        self._most_bytes = max(self._most_bytes, used_bytes + self._saved_bytes)
+        peak_bytes, account = self._memory.peak_bytes(), self._account
+        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), peak_bytes)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        saved_bytes = account.device_bytes + account.weight_bytes - self._small_bytes
+        peak_bytes, now_bytes = peak_bytes - saved_bytes, self._memory.now_bytes() - saved_bytes
+        self._stayed.note(peak_bytes, now_bytes, is_after=self._pass.what == "after")
 
-    def before_change(self, size_bytes: int) -> None:
+    def before_change(self, size_bytes: int, record: Record | None) -> None:
         if self._memory.keeps_freed:  # what was freed before would count, too
             return
+        if size_bytes >= 0 and self._stayed.here != self._pass:
+            self._stayed = _IfAllStayed(self._pass)
         self._note_peak()
         self._memory.reset_peak()
-        if (size_bytes < 0) is (self._pass.what == "backward"):
-            self._saved_bytes += size_bytes
+        if record is None:
+            self._small_bytes += size_bytes
+        else:
+            self._stayed.change(size_bytes, record)
 
 
 def _address_of(tensor: Tensor) -> int | None:

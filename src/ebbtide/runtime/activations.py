@@ -418,6 +418,8 @@ class Activations:
         inputs = (getattr(saved, "record", None) for saved in call.inputs)
         record.rebuilt_from = tuple(each for each in inputs if isinstance(each, StorageRecord))
         self._account.meter.rebuilt_bytes += record.size_bytes
+        if self._account.passes is not None:
+            self._account.passes.before_change(0, record)
         if self._account.memory is not None:
             self._account.memory.note_reference(storage)
 

@@ -296,8 +296,13 @@ class PassListener(Protocol):
     def begin_backward_of(self, layer: int) -> None:
         """Called when a layer's backward begins, perhaps on a thread of autograd."""
 
-    def before_change(self, size_bytes: int) -> None:
-        """Called before saved tensors come to the device, or leave it: a negative number."""
+    def before_change(self, size_bytes: int, record: Any) -> None:
+        """Called before saved tensors come to the device, or leave it: a negative number.
+
+        Args:
+            size_bytes: how many bytes; 0 for a storage that is left out, as it can be rebuilt.
+            record: their record; None for several together.
+        """
 
 
 class StepListener(Protocol):

@@ -162,6 +162,8 @@ _COUNTED = tuple(
 )
 
 
+_SOURCES: Final = frozenset({Owner.KEPT, Owner.LEAVING})  # of the memory that was saved itself
+
 _NO_STEP: Final = StepStats()  # one object, as a step that has been seen is known by its statistics
 
 
@@ -367,7 +369,7 @@ class Account:
             record.copies += (("reload", record.ready),)
 
     def take(
-        self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
+        self, size_bytes: int, owner: Owner, layer: Layer | None, record: Record | None = None
     ) -> None:
         """Count bytes of saved tensors that come to the device; a negative number of them leave it.
 
@@ -375,25 +377,26 @@ class Account:
             size_bytes: how many.
             owner: what they are.
             layer: the layer that they belong to; None outside layers.
-            source: the record whose saved storage the bytes are; None for a copy of it.
+            record: the record whose bytes they are; None for several together.
         """
         if self.passes is not None:
-            self.passes.before_change(size_bytes)
+            self.passes.before_change(size_bytes, record)
         device_bytes = self.device_bytes = self.device_bytes + size_bytes
         if device_bytes > self.meter.peak_device_bytes:
             self.meter.peak_device_bytes = device_bytes
         if self.memory is not None:
-            address = None if source is None else source.source_address
+            is_source = record is not None and owner in _SOURCES
+            address = record.source_address if record is not None and is_source else None
             self.memory.change(owner, layer, size_bytes, address)
 
     def take_kept(
-        self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
+        self, size_bytes: int, layer: Layer | None = None, record: Record | None = None
     ) -> None:
         """Count bytes that stay on the device; a negative number of them are held no more."""
         self.kept_bytes += size_bytes
         if size_bytes > 0:
             self.meter.kept_bytes += size_bytes
-        self.take(size_bytes, Owner.KEPT, layer, source)
+        self.take(size_bytes, Owner.KEPT, layer, record)
 
     def take_weights(self, size_bytes: int, layer: Layer | None = None) -> None:
         """Count bytes of weights that come to the device; a negative number of them leave it."""

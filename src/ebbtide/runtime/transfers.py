@@ -226,7 +226,7 @@ class Offloads:
             # Guard release-after-copy: compute waits for the copy down of what a schedule releases.
             # Kernels queued after the anchor would reuse memory that the copy still reads.
             self._wait(record)
-            self._give_up_retained(record)
+            self.retained_bytes -= record.size_bytes
             self._release(record)
 
     def make_room(self, size_bytes: int) -> None:
@@ -267,8 +267,6 @@ class Offloads:
         """Release the oldest source: its copy is complete, or compute is ordered after it."""
         record = self.queue.popleft()
         self.queued_bytes -= record.size_bytes
-        if record.kind is ACTIVATION:
-            self._account.take(-record.size_bytes, _LEAVING, record.layer, record)
         self._release(record)
 
     def _give_up_retained(self, record: Record) -> None:
@@ -278,16 +276,18 @@ class Offloads:
     def _release(self, record: Record) -> None:
         assert record.offloaded is not None
         failure = record.offloaded.failure
-        if failure is None or record.state is DROPPED:
-            if is_profiling():
-                in_range("release", record.layer, record.release_source)
-            else:
-                record.release_source()
-            if self._account.recorder is not None:
-                self._account.note_release(record)
-        else:
+        is_out = failure is None or record.state is DROPPED
+        if not is_out:
             record.move_to(STUCK)
             self.error = failure
+        elif is_profiling():
+            in_range("release", record.layer, record.release_source)
+        else:
+            record.release_source()
+        if record.kind is ACTIVATION:  # after that, so that what is in use then is without it
+            self._account.take(-record.size_bytes, _LEAVING, record.layer, record)
+        if is_out and self._account.recorder is not None:
+            self._account.note_release(record)
 
 
 # ---- Copies up: buffers on the device for bytes that were reloaded or rebuilt ----
@@ -394,7 +394,7 @@ class Reloads:
         self.buffered[record] = None
         self.buffered_bytes += record.size_bytes
         owner = Owner.REBUILT if record.state is REBUILT else _RELOADED
-        self._account.take(record.size_bytes, owner, record.layer)
+        self._account.take(record.size_bytes, owner, record.layer, record)
 
     def release(self, record: Record) -> None:
         """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
@@ -403,7 +403,7 @@ class Reloads:
             owner, state = Owner.REBUILT, REBUILDABLE
         del self.buffered[record]
         self.buffered_bytes -= record.size_bytes
-        self._account.take(-record.size_bytes, owner, record.layer)
+        self._account.take(-record.size_bytes, owner, record.layer, record)
         self.free(record, state)
 
     def note_read(self, record: Record) -> None:
