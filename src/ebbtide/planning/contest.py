@@ -353,7 +353,7 @@ def improve(contest: Contest, most_work: int = MOST_WORK) -> None:
     while improved and contest.num_predictions < most:
         improved = False
         assert contest.best is not None
-        for change in [*changes(contest), *_swaps(contest)]:
+        for change in changes(contest):
             if contest.num_predictions >= most or contest.is_late:
                 return
             before = contest.best
@@ -405,21 +405,6 @@ def changes(contest: Contest) -> Iterator[Change]:
             for decision in Decision:
                 if decision is not Decision.REBUILD or uses.memories[piece].sources:
                     yield index, False, ((piece, decision),), None
-
-
-def _swaps(contest: Contest) -> Iterator[Change]:
-    """Yield exchanges of what becomes of one storage and of another one nearby."""
-    assert contest.best is not None
-    decisions, memories = contest.best.choices.decisions, contest.uses.memories
-    for piece in range(len(memories)):
-        for other in range(piece + 1, min(piece + 4, len(memories))):
-            swapped = (piece, decisions[other]), (other, decisions[piece])
-            can_be = all(
-                memories[each].sources or decision is not Decision.REBUILD
-                for each, decision in swapped
-            )
-            if can_be and decisions[piece] is not decisions[other]:
-                yield None, False, swapped, None
 
 
 def _inside_out(count: int) -> list[int]:
