@@ -12,7 +12,7 @@ import softdevice
 from ebbtide import ActivationPolicy
 from ebbtide.planning import CautiousTiming, Hardware, PlanBudget, PlannedStep, rule_plans, search
 from ebbtide.planning.search import find_frugal
-from ebbtide.stores.measured_memory import memory_of
+from ebbtide.stores import DeviceMemory
 from gpu_bench import assert_at_rest
 from plan_cases import fake_profile
 from test_placed_plan import CPU, profile_of, random_plan
@@ -198,7 +198,7 @@ def test_no_step_is_over_a_tight_budget(device: torch.device) -> None:
     image = torch.randn(4, 1, 32, 32).to(device)
 
     # Its peak lasts while the budget resets torch's, to measure passes.
-    memory = memory_of(device)
+    memory = DeviceMemory(device)
 
     def peak_of_step() -> int:
         memory.reset_peak()
