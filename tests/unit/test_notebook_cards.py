@@ -83,7 +83,7 @@ def test_names_are_escaped() -> None:
     with ebbtide.offload(net, activations=POLICY) as handle:
         train(net)
         inspection = handle.inspect()
-    assert "<script" in str(inspection)
+    assert str(inspection).count("<script")  # what a terminal prints is not escaped
     assert "<script" not in inspection._repr_html_()
 
 
