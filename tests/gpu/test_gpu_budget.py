@@ -151,7 +151,8 @@ def test_memory_that_was_cached_before_does_not_count(
         for _ in range(MOST_STEPS):
             assert_bitwise_equal(take(model, x), expected)
         assert settled(handle.plan)
-        assert not handle.stats.recomputed_bytes
+        # The most frugal plan, which is for a device without room, needs a third.
+        assert handle.plan is not None and handle.plan.plan.peak_bytes > plain_bytes / 2
 
 
 def test_blocks_in_sizes_that_fit_nowhere_change_no_plan(
