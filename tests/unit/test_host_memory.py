@@ -9,8 +9,6 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,34 +197,3 @@ def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.refusal is None
     assert memory.tensor.shape == (8192,)
     memory.give_back()
-
-
-# Placement
-
-
-@pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system with two nodes, and a GPU at 0001:0a:1f.0, on node 1."""
-    for node in (0, 1):
-        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
-    device = tmp_path / "bus/pci/devices/0001:0a:1f.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text("1\n")
-    monkeypatch.setattr(host_memory, "_SYSFS", tmp_path)
-    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    return tmp_path
-
-
-CUDA = torch.device("cuda", 0)
-
-
-@pytest.mark.usefixtures("system")
-def test_the_node_of_a_gpu_is_read_from_the_system() -> None:
-    assert host_memory._numa_node(CUDA) == 1
-    assert host_memory._numa_node(torch.device("xpu", 0)) is None
-
-
-def test_one_node_is_no_choice(system: Path) -> None:
-    (system / "devices/system/node/node1").rmdir()
-    assert host_memory._numa_node(CUDA) is None

@@ -1,8 +1,8 @@
 """Page-locked blocks of host memory of an exact size.
 
 torch's own allocator rounds page-locked memory up to a power of two, which can double the size that
-was asked for. Here a block is an anonymous mapping of whole pages on the NUMA node of the device.
-Several threads touch the pages first, and then the block is page-locked in one call.
+was asked for. Here a block is an anonymous mapping of whole pages. Several threads touch the pages
+first, so they are on the NUMA node of the process, and then the block is page-locked in one call.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import functools
 import mmap
 import multiprocessing
 import os
-import platform
 import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 import psutil
 import torch
@@ -34,11 +33,8 @@ from ebbtide.units import format_size, parse_budget_bytes
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 _MADV_POPULATE_WRITE = 23  # as well
-_MPOL_PREFERRED = 1
-_MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # system call numbers of mbind
 _TOUCH_BYTES = 32 * 2**20  # the least share of a block that is worth another thread
 _TOUCH_THREADS = 8  # more than these do not zero pages faster
-_SYSFS = Path("/sys")
 
 
 def refuse_other_systems() -> None:
@@ -136,7 +132,6 @@ def _map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory:
         return HostMemory(tensor, device)
     address = tensor.data_ptr()
     _share_with_children(mapping, False)
-    _place_near(device, address, size_bytes)
     _touch(address, size_bytes)
     try:
         return HostMemory(tensor, device, device.pin(address, size_bytes))
@@ -252,65 +247,17 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# ---- placement ----------------------------------------------------------------------------------
+# ---- calls of the system -------------------------------------------------------------------------
 
 
-def _place_near(device: AbstractDevice, address: int, size_bytes: int) -> None:
-    """Ask for pages on the NUMA node of the device. If that is unknown, do nothing."""
-    number = _MBIND.get(platform.machine())
-    node = _numa_node(device.torch_device)
-    if node is None or number is None or _SYSCALL is None:
-        return
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (node // bits + 1))()
-    mask[node // bits] = 1 << node % bits
-    # The count of bits is one too many because the kernel subtracts one. If the kernel refuses, the
-    # block is merely slower, so the result is ignored.
-    _SYSCALL(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(size_bytes),
-        ctypes.c_long(_MPOL_PREFERRED),
-        mask,
-        ctypes.c_ulong(bits * len(mask) + 1),
-        ctypes.c_ulong(0),
-    )
-
-
-def _numa_node(torch_device: torch.device) -> int | None:
-    """The NUMA node of a CUDA device; None if the system has only one or does not say."""
-    nodes = (_SYSFS / "devices/system/node").glob("node[0-9]*")
-    directory = pci_directory(torch_device)
-    if directory is None or len(list(nodes)) < 2:
-        return None
-    try:
-        node = int((directory / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
-
-
-def pci_directory(torch_device: torch.device) -> Path | None:
-    """The directory in which Linux describes a CUDA device's place on the PCI bus, if it does."""
-    if torch_device.type != "cuda" or sys.platform != "linux":
-        return None
-    properties = torch.cuda.get_device_properties(torch_device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    if not all(hasattr(properties, name) for name in names):
-        return None
-    domain, bus, slot = (getattr(properties, name) for name in names)
-    return _SYSFS / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-
-
-def _find_function(name: str, *argument_types: Any) -> Callable[..., int] | None:
+def _find_madvise() -> Callable[..., int] | None:
     # `mmap.madvise` holds the interpreter lock during the call; a call through ctypes does not.
     try:
-        function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError, TypeError):
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError, TypeError):  # another system
         return None
-    if argument_types:
-        function.argtypes = argument_types
-    return function  # type: ignore[no-any-return]
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function
 
 
 def advise(address: int, size_bytes: int, advice: int) -> bool:
@@ -344,8 +291,7 @@ def make_private(address: int, size_bytes: int, fd: int) -> None:
 
 
 _MAP_FIXED = 0x10
-_MADVISE = _find_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_SYSCALL = _find_function("syscall")
+_MADVISE = _find_madvise()
 
 
 # ---- The limits of the control group (cgroup) of this process: a container's, or a batch job's
