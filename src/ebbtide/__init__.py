@@ -19,13 +19,13 @@ from ebbtide.observe.inspection import Inspection
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.rehearsal import rehearse
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.runtime.record import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
 from ebbtide.session import OffloadSession
-from ebbtide.verifying import VerifyReport, verify
+from ebbtide.tools.rehearsal import rehearse
+from ebbtide.tools.verify import VerifyReport, verify
 from ebbtide.version import __version__
 from ebbtide.weights.overlap import OverlapStats
 

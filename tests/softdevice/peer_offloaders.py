@@ -27,9 +27,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import softdevice
-from ebbtide import VerifyReport, verifying
-from ebbtide.devices.provoked import POISON, FreedMemoryPoison, Provocation, find_sleep
-from ebbtide.verifying import Outcome
+from ebbtide import VerifyReport
+from ebbtide.tools.verify import (
+    POISON,
+    FreedMemoryPoison,
+    Outcome,
+    Provocation,
+    Trial,
+    choose_order,
+    default_loss,
+    deterministic_kernels,
+    find_sleep,
+    sgd,
+    verify_runs,
+)
 
 WIDTH = 64
 Made = Callable[[nn.Module], AbstractContextManager[object]]
@@ -180,26 +191,27 @@ def verify(
         steps: training steps in each run.
         orders: how many provocations are tried.
     """
-    trial = verifying.Trial(model, batch, verifying.default_loss, steps, 1, verifying.sgd, {})
+    trial = Trial(model, batch, default_loss, steps, 1, sgd, {})
 
     def run(offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
         if not offloaded:
             return trial.run(False, None, deterministic)
-        outcome = Outcome(order=verifying.choose_order(trial.device, provocation))
-        copies = ProvokedCopies(trial.device, provocation)
+        outcome = Outcome(order=choose_order(trial.device, provocation))
+        late = None if provocation is None else draw(provocation.seed)
+        copies = ProvokedCopies(trial.device, late)
 
         @contextlib.contextmanager
         def surround() -> Iterator[None]:
             with copies, offloader(model):
                 yield
 
-        with verifying.deterministic_kernels(deterministic):
+        with deterministic_kernels(deterministic):
             trial.train(outcome, surround)
         outcome.moved_bytes = copies.down_bytes
         return outcome
 
     try:
-        return verifying.verify_runs(run, range(orders), steps=steps, draw=draw)
+        return verify_runs(run, range(orders), steps=steps)
     finally:
         trial.restore()
         trial.give_back_gradients()

@@ -29,10 +29,9 @@ FLOORS = [
     {"observe", "planning"},
     {"handle"},
     {"api", "session"},
-    {"verifying", "rehearsal"},
-    {"__init__"},
     {"interop"},
-    {"tools", "compat", "__main__"},
+    {"tools", "compat"},
+    {"__init__", "__main__"},
 ]
 
 
@@ -270,7 +269,8 @@ SOUND = {
     "runtime/layers.py": "",
     "api.py": "from ebbtide.runtime.engine import Engine\nimport ebbtide.runtime.transfers\n",
     "planning/search.py": "from ebbtide.policy import ActivationPolicy\n",
-    "tools/demo.py": "import ebbtide\nfrom ebbtide import ActivationPolicy, planning\n",
+    "tools/demo.py": "import ebbtide.api\nfrom ebbtide import planning\n",
+    "__main__.py": "import ebbtide\nfrom ebbtide import ActivationPolicy\n",
 }
 
 

@@ -29,11 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import ebbtide
+from ebbtide.api import offload
 from ebbtide.errors import EbbtideError, PolicyError
-from ebbtide.handle import record_run
+from ebbtide.handle import OffloadHandle, record_run
 from ebbtide.observe.page import write_page
 from ebbtide.observe.run_record import RunRecord
+from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.measured_memory import memory_of
 from ebbtide.tools.darcy import load_darcy_flow_small
 from ebbtide.tools.machine import cpu_name, find_directory
@@ -258,7 +259,7 @@ def train_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]
         if handle is not None:
             handle.detach()
         memory.return_freed()
-        with cast(ebbtide.OffloadHandle, _offload(model, mode, config, trace=True)) as traced:
+        with cast(OffloadHandle, _offload(model, mode, config, trace=True)) as traced:
             for batch in batches:
                 train(batch)
             record = record_run(traced, title_of(mode))
@@ -267,7 +268,7 @@ def train_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]
 
 def _offload(
     model: nn.Module, mode: str, config: DemoConfig, *, trace: bool = False
-) -> ebbtide.OffloadHandle | None:
+) -> OffloadHandle | None:
     """Offload as the mode says; None if it does not use ebbtide, unless a step is to be recorded.
 
     Args:
@@ -277,10 +278,10 @@ def _offload(
         trace: whether to record steps. A mode without offload then keeps everything.
     """
     if mode == "ebbtide":
-        return ebbtide.offload(model, store=config.store, trace=trace)
+        return offload(model, store=config.store, trace=trace)
     if mode == "none" and trace:
-        kept = ebbtide.ActivationPolicy(num_layers=0, rebuild=False)
-        return ebbtide.offload(model, activations=kept, store=config.store, trace=trace)
+        kept = ActivationPolicy(num_layers=0, rebuild=False)
+        return offload(model, activations=kept, store=config.store, trace=trace)
     if mode == "save_on_cpu":
         forward = model.forward
 

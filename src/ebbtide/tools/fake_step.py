@@ -30,7 +30,7 @@ from ebbtide.runtime.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
-from ebbtide.verifying import call_model, default_loss
+from ebbtide.tools.verify import call_model, default_loss
 
 
 class Part(NamedTuple):
@@ -484,7 +484,7 @@ def fake_copies(
 # ---- One training step of a copy of a model with fake tensors, whose storages are followed ----
 
 Batch = Any
-"""What a model is called with: see `ebbtide.verifying.call_model`."""
+"""What a model is called with: see `ebbtide.tools.verify.call_model`."""
 
 Loss = Callable[[Any], Tensor]
 """Computes the loss from what the model returns."""

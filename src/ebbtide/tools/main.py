@@ -16,9 +16,9 @@ import typer
 from ebbtide.errors import PolicyError
 from ebbtide.observe.trace import Trace
 from ebbtide.policy import ActivationPolicy
-from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
 from ebbtide.tools.exit_codes import ExitCode, add_command, end, status
+from ebbtide.tools.rehearsal import rehearse
 from ebbtide.units import format_size, parse_size_bytes
 from ebbtide.version import __version__
 

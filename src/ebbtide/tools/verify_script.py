@@ -22,23 +22,22 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.provoked import Provocation
 from ebbtide.errors import PolicyError
 from ebbtide.policy import WeightPolicy
-from ebbtide.runtime.engine import devices_made_by
+from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.torch_internals import tree_map_only
 from ebbtide.tools.found_models import RunOptions
 from ebbtide.tools.models import find_function, read_task
 from ebbtide.tools.run import MainScript, RunSession
-from ebbtide.verifying import (
+from ebbtide.tools.verify import (
     Outcome,
+    Provocation,
     VerifyReport,
     choose_order,
     copy_of,
     describe_model,
     deterministic_kernels,
     layers_of,
-    provoked_device,
     random_states,
     seed_all,
     verify,
@@ -64,17 +63,7 @@ def verify_script(
         found = _run_in_child(script, steps, given, seed, deterministic)
         return replace(found, what=f"{script.name}: {found.what}")
 
-    return verify_runs(
-        run,
-        seeds,
-        steps=steps,
-        draw=_draw,
-    )
-
-
-def _draw(seed: int) -> Provocation:
-    """Return what a seed provokes in a script, which nobody begins again when the disk was full."""
-    return Provocation.draw(seed, fails=False)
+    return verify_runs(run, seeds, steps=steps)
 
 
 def _run_in_child(script: MainScript, steps: int, *others: Any) -> Outcome:
@@ -231,12 +220,15 @@ def _run_here(
         BaseException: whatever ends the script before.
     """
     outcome = _Recorder(steps).outcome
-    provocation = None if seed is None else _draw(seed)
+    provocation = None
+    if seed is not None:  # nobody begins a script again in which the disk was full
+        provocation = replace(Provocation.draw(seed), failed_jobs=0.0)
     planned = options is not None and options.is_planned
 
     def make(torch_device: torch.device) -> AbstractDevice:
         outcome.order = choose_order(torch_device, provocation)
-        return provoked_device(torch_device, provocation, is_planned=planned)
+        device = make_device(torch_device)
+        return device if provocation is None else provocation.wrap(device, is_planned=planned)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(deterministic))

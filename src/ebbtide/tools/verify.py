@@ -13,7 +13,7 @@ import dataclasses
 import errno
 import random
 import sys
-import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,10 +21,17 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.api import offload as offload_model
-from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.provoked import Provocation, ProvokedDevice
+from ebbtide.devices.device import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractLane,
+    AbstractStream,
+    Origin,
+)
+from ebbtide.devices.simulated import POISON, SimulatedDevice
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
@@ -42,26 +49,8 @@ Values = dict[str, Tensor | None]
 _SEED: Final = 1234  # of the random numbers that the steps begin with
 _ATTEMPTS: Final = 5  # of a run whose disk was full
 _TIGHT_BYTES: Final = 1  # whatever is larger is alone in flight
-_INDENT: Final = 10
+_LABEL_WIDTH: Final = 9
 _KINDS: Final = "losses, gradients, parameters, buffers, random states"
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first value in which a run differs from the plain one.
-
-    Attributes:
-        name: what it is, such as ``step 1: gradient of blocks.3.weight``.
-        layer: the module that it belongs to, with its class; "" for a loss or random numbers.
-        how: by how much it differs, in words.
-        num_different: how many values differ, this one included.
-    """
-
-    name: str
-    layer: str
-    how: str
-    num_different: int
 
 
 @final
@@ -73,7 +62,11 @@ class VerifiedRun:
         seed: repeats the run alone; None for the run in which nothing was provoked.
         name: what was provoked, in words.
         order: the order of execution of a device that has several; "" for others.
-        difference: from the plain run; None: the same bits.
+        difference: the first value that differs from the plain run's, such as ``step 1: gradient of
+            blocks.3.weight``; "" if all bits are the same.
+        layer: the module that it belongs to, with its class; "" for a loss or random numbers.
+        how: by how much it differs, in words.
+        num_different: how many values differ.
         error: what the run raised; "" if nothing.
         moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded.
     """
@@ -81,27 +74,27 @@ class VerifiedRun:
     seed: int | None
     name: str
     order: str = ""
-    difference: Difference | None = None
+    difference: str = ""
+    layer: str = ""
+    how: str = ""
+    num_different: int = 0
     error: str = ""
     moved_bytes: int = 0
 
     @property
     def is_same(self) -> bool:
         """Whether the run ended, with the results of the plain one."""
-        return self.difference is None and not self.error
+        return not self.difference and not self.error
 
     def __str__(self) -> str:
         """Say which run it was, and how it differs."""
         words = "nothing provoked" if self.seed is None else f"seed {self.seed} ({self.name})"
         words += f", order {self.order}" if self.order else ""
-        found = self.difference
-        if found is None:
+        if not self.difference:
             return f"{words}, raised {self.error}" if self.error else words
-        layer = f" in {found.layer}" if found.layer else ""
-        return (
-            f"{words}, in {found.name}{layer}: {found.how}; and in {found.num_different - 1} other "
-            f"values"
-        )
+        layer = f" in {self.layer}" if self.layer else ""
+        others = f"and in {self.num_different - 1} other values"
+        return f"{words}, in {self.difference}{layer}: {self.how}; {others}"
 
 
 @final
@@ -160,10 +153,12 @@ class VerifyReport:
 
     def document(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        begin = {"format": "ebbtide-verify", "version": 1, "same": self.same}
+        begin = {"format": "ebbtide-verify", "version": 2, "same": self.same}
         return begin | dataclasses.asdict(self) | {"line": self.line}
 
     def __str__(self) -> str:
+        from ebbtide.tools.layout import labelled, render
+
         moved_bytes = max((run.moved_bytes for run in self.runs), default=0)
         kernels = ", by deterministic kernels" if self.deterministic else ""
         rows = {
@@ -177,14 +172,299 @@ class VerifyReport:
         if bad is not None:
             again = "orders=0" if bad.seed is None else f"seed={bad.seed}, orders=1"
             rows["do"] = f"run it again with {again}; report the line below"
-        return "\n".join(_laid_out(*row) for row in (rows | {"paste": self.line}).items())
+        return render(labelled((rows | {"paste": self.line}).items(), _LABEL_WIDTH, indent=0))
 
 
-def _laid_out(label: str, text: str) -> str:
-    begin = f"{label:<{_INDENT}}"
-    return textwrap.fill(
-        text, 80, initial_indent=begin, subsequent_indent=" " * _INDENT, max_lines=5
-    )
+# ---- Provokes the faults of whoever uses a device: late work, overwritten memory, failures ----
+#
+# Everything that is provoked is allowed: a copy may take long, memory that was freed may have other
+# contents at once, the target of a copy may contain anything until the copy has ended, the system
+# may refuse to page-lock memory, and a disk may be slow or full. Code that waits for what it reads,
+# and holds what others read, gives the same results to the bit.
+
+_PIECE_BYTES: Final = 2**20  # of poison, and of the copies that hold others up
+_MOST_WATCHED: Final = 4096
+_SLEEP_CYCLES: Final = 400_000  # 0.2 to 0.3 ms on a GPU
+_JOB_S: Final = 0.002  # the most that a worker is held up before a job, and after it
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Provocation:
+    """What is provoked in one run.
+
+    Attributes:
+        seed: decides every choice.
+        name: what is provoked, in words.
+        late_copies: the chance that a copy is held up before it begins, and after it has ended.
+        late_compute: the chance that kernels are held up after the engine has queued something.
+        refused_pins: the chance that the system refuses to page-lock memory.
+        failed_jobs: the chance that a worker's job fails because the disk is full.
+        eagerness: of a `SimulatedDevice`, in the place of a CPU; None: the CPU itself.
+        shuffles: whether the order of prefetches is drawn.
+        is_tight: whether few bytes may be in flight.
+        verifies: whether recomputed layers and recipes are verified in every step.
+    """
+
+    seed: int
+    name: str
+    late_copies: float = 0.0
+    late_compute: float = 0.0
+    refused_pins: float = 0.0
+    failed_jobs: float = 0.0
+    eagerness: float | None = None
+    shuffles: bool = False
+    is_tight: bool = False
+    verifies: bool = False
+
+    @classmethod
+    def draw(cls, seed: int) -> Provocation:
+        """Return what a seed stands for. Seven in a row provoke everything there is."""
+        chance = random.Random(seed)
+        some, most = chance.uniform(0.1, 0.4), chance.uniform(0.5, 0.9)
+        name, settings = (
+            ("copies late", {"late_copies": most, "eagerness": some / 8, "verifies": True}),
+            ("compute late", {"late_compute": some, "eagerness": most}),
+            (
+                "disk slow, one tensor in flight",
+                {"late_copies": most, "is_tight": True},
+            ),
+            ("any order of prefetch", {"late_copies": some, "eagerness": some, "shuffles": True}),
+            ("no page-locking", {"refused_pins": most, "eagerness": some, "verifies": True}),
+            ("disk full at times", {"failed_jobs": some / 4, "late_copies": some}),
+            ("all but failures", {"late_copies": some, "late_compute": some, "eagerness": some}),
+        )[seed % 7]
+        if name == "all but failures":
+            settings |= dict.fromkeys(("shuffles", "is_tight", "verifies"), True)
+        return cls(seed=seed, name=name, **settings)  # type: ignore[arg-type]
+
+    def wrap(self, device: AbstractDevice, *, is_planned: bool) -> AbstractDevice:
+        """Return the device that a run under this provocation computes on.
+
+        Args:
+            device: a real one. In the place of a CPU there may be a simulated one, which runs
+                copies in adversarial orders and looks for races itself.
+            is_planned: whether a plan decides. A budget on a CPU is of the process's memory, where
+                a simulated device has none, so there is none then.
+        """
+        if device.computes_on_host and self.eagerness is not None and not is_planned:
+            simulated = SimulatedDevice(self.seed, self.eagerness)
+            simulated.refusals = self.refused_pins
+            return simulated
+        return ProvokedDevice(device, self)
+
+
+@final
+class ProvokedDevice(AbstractDevice):
+    """A real device whose work is late, whose freed memory is overwritten, and whose jobs fail.
+
+    Args:
+        device: the real device.
+        provocation: what is provoked.
+
+    Attributes:
+        is_calm: whether nothing fails any more; delays and poison remain.
+    """
+
+    def __init__(self, device: AbstractDevice, provocation: Provocation) -> None:
+        self._device = device
+        self._provocation = provocation
+        self._choices = random.Random(provocation.seed)
+        super().__init__(device.torch_device)
+        self.pins_host_memory = device.pins_host_memory
+        self.pins_by_torch = device.pins_by_torch
+        self.computes_on_host = device.computes_on_host
+        self.has_memory = device.has_memory
+        self.is_calm = False
+        self._freed = FreedMemoryPoison()
+        if not device.computes_on_host:
+            self._sleep = find_sleep(device.torch_device)
+            poison = torch.full((_PIECE_BYTES,), POISON, dtype=torch.uint8, device="cpu")
+            self._host_poison, self._host_scratch = poison.pin_memory(), poison.clone().pin_memory()
+            self._poison = poison.to(device.torch_device)
+            self._scratch = self._poison.clone()
+            device.compute_stream().record().synchronize()
+
+    @property
+    def keeps_time(self) -> bool:
+        """Whether copies queued from now on record when they ran."""
+        return self._device.keeps_time
+
+    @keeps_time.setter
+    def keeps_time(self, keeps: bool) -> None:
+        self._device.keeps_time = keeps
+
+    def origin(self) -> Origin:
+        return self._device.origin()
+
+    def compute_stream(self) -> AbstractStream:
+        return self._device.compute_stream()
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        # Kernels may write to new memory, and a copy into it must wait for them.
+        return self._device.allocate(size_bytes).fill_(POISON)
+
+    def note_use(
+        self,
+        memory: torch.Tensor,
+        home: AbstractStream,
+        current: AbstractStream,
+        ready: AbstractEvent | None = None,
+    ) -> bool:
+        return self._device.note_use(memory, home, current, ready)
+
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:
+        if not self.is_calm and self._happens(self._provocation.refused_pins):
+            raise OSError(errno.ENOMEM, "page-locking was refused on purpose")
+        return self._device.pin(address, size_bytes)
+
+    def copy_down(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        if self.computes_on_host:
+            return self._device.copy_down(target, source, *after)
+        self._freed.watch(source)
+        places = self._poison, self._host_scratch, self._scratch
+        return self._copy(self._device.copy_down, places, target, source, *after)
+
+    def copy_up(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        if self.computes_on_host:
+            return self._device.copy_up(target, source, *after)
+        self._freed.watch(target)
+        places = self._host_poison, self._scratch, self._host_scratch
+        return self._copy(self._device.copy_up, places, target, source, *after)
+
+    def _copy(
+        self,
+        copy: Callable[..., AbstractEvent],
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *after: AbstractEvent,
+    ) -> AbstractEvent:
+        """Copy between copies that take time, into a target that was poisoned.
+
+        Args:
+            copy: copies in one direction.
+            places: poison, and the target and the source of the copies that only take time.
+            target: as for `copy_down` and `copy_up`,
+            source: and this,
+            *after: and these.
+        """
+        poison, *scratch = places
+        for begin in range(0, target.numel(), _PIECE_BYTES):
+            piece = target[begin : begin + _PIECE_BYTES]
+            copy(piece, poison[: piece.numel()], *after)
+        if self._happens(self._provocation.late_copies):
+            for _ in range(self._choices.randint(1, 8)):
+                copy(*scratch)  # which nobody needs, before one that somebody waits for
+        copied = copy(target, source, *after)
+        if self._happens(self._provocation.late_copies):
+            copied = copy(*scratch)
+        if self._happens(self._provocation.late_compute):
+            self._sleep()
+        self._freed.poison()
+        return copied
+
+    def _happens(self, chance: float) -> bool:
+        return self._choices.random() < chance
+
+    def lane(self, name: str, lane: str) -> AbstractLane:
+        return _ProvokedLane(self._device.lane(name, lane), self, writes="write" in name)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        self._device.defer(work)
+
+    def finish_copies(self) -> None:
+        self._device.finish_copies()
+
+    def finish_other_streams(self) -> None:
+        self._device.finish_other_streams()
+
+    def provoke_job(self, work: Callable[[], None], *, writes: bool) -> Callable[[], None]:
+        """Return a worker's job that is held up, or a write that finds the disk full."""
+        provocation = self._provocation
+        if writes and not self.is_calm and self._happens(provocation.failed_jobs):
+            return _fail_with_full_disk
+        before_s, after_s = (
+            self._choices.uniform(0, _JOB_S) if self._happens(provocation.late_copies) else 0.0
+            for _ in range(2)
+        )
+
+        def provoked() -> None:
+            time.sleep(before_s)
+            work()
+            time.sleep(after_s)
+
+        return provoked
+
+
+@final
+class FreedMemoryPoison:
+    """Overwrites memory of a device as soon as it has been freed.
+
+    The allocator hands out what was freed last, in the order of the stream that it belongs to, so
+    whoever is given the memory next may do the same.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[StorageWeakRef, int, torch.device]] = []
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Overwrite the memory of a tensor once it has been freed."""
+        if len(self._watched) < _MOST_WATCHED:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._watched.append((reference, storage.nbytes(), tensor.device))
+
+    def poison(self, *streams: torch.Stream) -> None:
+        """Overwrite what was freed.
+
+        Args:
+            *streams: those that it may belong to; by default the current one.
+        """
+        watched, self._watched = self._watched, []
+        for each in watched:
+            reference, size_bytes, device = each
+            if not reference.expired():  # type: ignore[no-untyped-call]
+                self._watched.append(each)
+                continue
+            for stream in streams or (None,):
+                with torch.get_device_module(device).stream(stream):
+                    torch.full((size_bytes,), POISON, dtype=torch.uint8, device=device)
+
+
+def _fail_with_full_disk() -> None:
+    raise OSError(errno.ENOSPC, "the disk was full on purpose")
+
+
+@final
+class _ProvokedLane(AbstractLane):
+    """A worker whose jobs are held up, or fail if they write to a disk."""
+
+    def __init__(self, lane: AbstractLane, device: ProvokedDevice, *, writes: bool) -> None:
+        self._lane = lane
+        self._device = device
+        self._writes = writes
+
+    def submit(
+        self, work: Callable[[], None], then: Callable[[], None] | None = None
+    ) -> AbstractEvent:
+        return self._lane.submit(self._device.provoke_job(work, writes=self._writes), then)
+
+    def close(self) -> None:
+        self._lane.close()
+
+
+def find_sleep(device: torch.device) -> Callable[[], object]:
+    """Return what queues a kernel that takes a fraction of a millisecond."""
+    sleep = getattr(torch.get_device_module(device), "_sleep", None)
+    if sleep is not None:
+        return lambda: sleep(_SLEEP_CYCLES)
+    busy = torch.ones(1024, 1024, device=device)
+    return lambda: torch.mm(busy, busy)
 
 
 # ---- The verification ----
@@ -283,20 +563,13 @@ It is told whether they are offloaded, what is provoked, and whether kernels are
 """
 
 
-def verify_runs(
-    run: Run,
-    seeds: range,
-    *,
-    steps: int,
-    draw: Callable[[int], Provocation] = Provocation.draw,
-) -> VerifyReport:
+def verify_runs(run: Run, seeds: range, *, steps: int) -> VerifyReport:
     """Run training steps plainly, and offloaded under provocations.
 
     Args:
         run: runs the steps.
         seeds: the seeds of the provocations.
         steps: how many steps a run has.
-        draw: returns what a seed provokes.
 
     Raises:
         PolicyError: the model cannot be offloaded like this, or the plain steps give NaN, or
@@ -304,16 +577,16 @@ def verify_runs(
     """
     first = run(False, None, False)
     plain, layers = first.values, first.layers
-    difference = _compare(plain, run(False, None, False).values, layers)
-    deterministic = difference is not None
+    found = _compare(plain, run(False, None, False).values, layers)
+    deterministic = bool(found)
     if deterministic:
         plain = run(False, None, True).values
-        difference = _compare(plain, run(False, None, True).values, layers)
-    if difference is not None:
+        found = _compare(plain, run(False, None, True).values, layers)
+    if found:
         raise PolicyError(
             f"the plain steps differ from run to run, by deterministic kernels, too: "
-            f"{difference.name}, {difference.how}; give the model the same numbers each time, and "
-            f"leave out operators of which torch warns that they have no deterministic kernel"
+            f"{found['difference']}, {found['how']}; give the model the same numbers each time, "
+            f"and leave out operators of which torch warns that they have no deterministic kernel"
         )
     for name, value in plain.items():
         if value is not None and value.is_floating_point() and value.isnan().any():
@@ -323,11 +596,10 @@ def verify_runs(
             )
     runs = list[VerifiedRun]()
     for number in (None, *seeds):
-        provocation = None if number is None else draw(number)
-        what = "nothing" if provocation is None else provocation.name
-        error, found = "", Outcome()
+        provocation = None if number is None else Provocation.draw(number)
+        name = "nothing" if provocation is None else provocation.name
         try:
-            found = run(True, provocation, deterministic)
+            outcome = run(True, provocation, deterministic)
         except (PolicyError, ImportError):
             if runs and runs[-1].error:
                 break  # what went wrong has kept the model from being detached
@@ -335,14 +607,13 @@ def verify_runs(
         except Exception as raised:
             first_line = str(raised).partition("\n")[0]
             error = f"{type(raised).__name__}: {first_line}"
-        difference = None
-        if not error:
-            difference = _compare(plain, found.values, layers)
-        verified = VerifiedRun(
-            seed=number, name=what, order=found.order, difference=difference, error=error,
-            moved_bytes=found.moved_bytes,
-        )  # fmt: skip
-        runs.append(verified)
+            runs.append(VerifiedRun(seed=number, name=name, error=error))
+            continue
+        found = _compare(plain, outcome.values, layers)
+        order, moved_bytes = outcome.order, outcome.moved_bytes
+        runs.append(
+            VerifiedRun(seed=number, name=name, order=order, moved_bytes=moved_bytes, **found)
+        )
     python = ".".join(map(str, sys.version_info[:3]))
     return VerifyReport(
         what=first.what,
@@ -454,8 +725,11 @@ class Trial:
         devices = list[AbstractDevice]()
 
         def make(torch_device: torch.device) -> AbstractDevice:
-            devices.append(provoked_device(torch_device, provocation, is_planned=is_planned))
-            return devices[-1]
+            device = make_device(torch_device)
+            if provocation is not None:
+                device = provocation.wrap(device, is_planned=is_planned)
+            devices.append(device)
+            return device
 
         def end_step() -> None:
             outcome.note_moved(engine.stats)
@@ -525,25 +799,6 @@ class Trial:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             values[f"last step: {name}"] = copy_of(tensor)
         values.update(random_states(self.device))
-
-
-def provoked_device(
-    torch_device: torch.device, provocation: Provocation | None, *, is_planned: bool
-) -> AbstractDevice:
-    """Make the device that an engine of a run computes on; see `devices_made_by`.
-
-    Args:
-        torch_device: torch's device.
-        provocation: what is provoked on it; None: nothing.
-        is_planned: whether a plan decides. A budget on a CPU is of the process's memory, where a
-            simulated device has none, so there is none then.
-    """
-    device = make_device(torch_device)
-    if provocation is None:
-        return device
-    if is_planned:
-        provocation = dataclasses.replace(provocation, eagerness=None)
-    return provocation.wrap(device)
 
 
 def seed_all() -> None:
@@ -643,15 +898,19 @@ def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(_bytes_of(one), _bytes_of(other))
 
 
-def _compare(plain: Values, got: Values, layers: Mapping[str, str]) -> Difference | None:
-    """Return the first difference; None if there is none."""
+def _compare(plain: Values, got: Values, layers: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a `VerifiedRun` says of differences; nothing if there are none."""
     names = [*plain, *(name for name in got if name not in plain)]
     different = [name for name in names if not _same_bits(plain.get(name), got.get(name))]
     if not different:
-        return None
+        return {}
     name = different[0]
-    layer = layers.get(name.rpartition(" ")[2], "")
-    return Difference(name, layer, _how(plain.get(name), got.get(name)), len(different))
+    return {
+        "difference": name,
+        "layer": layers.get(name.rpartition(" ")[2], ""),
+        "how": _how(plain.get(name), got.get(name)),
+        "num_different": len(different),
+    }
 
 
 def _how(expected: Tensor | None, got: Tensor | None) -> str:
