@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -93,7 +93,7 @@ class _Axis(NamedTuple):
     def column(self, time_s: float) -> int:
         return min(int(self.position(time_s)), self.columns - 1)
 
-    def paint(self, events: Sequence[TraceEvent], least: int = 0) -> list[int | None]:
+    def paint(self, events: Sequence[TraceEvent], least: int) -> list[int | None]:
         """Return for each column the index of the event that runs in the middle of it.
 
         Of several, it is the one that began last, since the others enclose it. None: there is none.
@@ -143,10 +143,11 @@ def place_side_by_side(events: Iterable[TraceEvent]) -> list[int]:
 
 
 def _rows(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
-    """Return the events of each row that has some.
+    """Return the events of each row that has some; but for releases, those that take time.
 
     Waits are also among the events of their lane's row, where they leave a gap.
     """
+    events = [event for event in events if event.duration_s or event.what == "release"]
     rows: dict[str, list[TraceEvent]] = {}
     for lane in LANES:
         here = [event for event in events if event.lane == lane and event.what != "release"]
@@ -171,24 +172,22 @@ def _short_label(event: TraceEvent) -> str:
 # ---- Text ----
 #
 # Each column is a bin of time. It shows the event that runs in the middle of it, or a space if the
-# lane is idle then. Of nested events the innermost counts. While compute waits, the row of compute
-# is empty, and the row below it shows which layer it waits for.
+# lane is idle then; an event that is shorter has a column all the same. Of nested events the
+# innermost counts. While compute waits, the row of compute is empty, and the row below it shows
+# which layer it waits for.
 
-# Two signs for each kind, so that a block without a label can differ from its left neighbour.
 _SIGNS: Final = {
-    "forward": ">)",
-    "backward": "<(",
-    "rebuild": "+x",
-    "recompute": "*o",
-    "wait": "~-",
-    "offload": "vu",
-    "reload": "^n",
+    "forward": ">",
+    "backward": "<",
+    "rebuild": "+",
+    "recompute": "*",
+    "wait": "~",
+    "offload": "v",
+    "reload": "^",
+    "release": "|",
 }
-_OTHER_SIGNS: Final = "#%"
-_MOMENT: Final = "|"  # marks a release or a tick of the axis
-_SHORT: Final = ":"
+_OTHER_SIGN: Final = "#"
 _MIN_WIDTH: Final = 40
-_MIN_TICK_COLUMNS: Final = 9
 
 
 def render_timeline(events: Sequence[TraceEvent], width: int) -> str:
@@ -209,47 +208,38 @@ def render_timeline(events: Sequence[TraceEvent], width: int) -> str:
     if not events:
         return "an empty trace"
     rows = _rows(events)
-    margin = max(len(name) for name in (*rows, "ms")) + 1
+    margin = max(map(len, rows), default=0) + 1
     axis = _Axis.of(events, width - margin)
-    drawn = {axis.unit: _draw_ticks(axis)}
-    for name, here in rows.items():
-        drawn[name] = _draw_moments(here, axis) if name == "release" else _draw(name, here, axis)
     figures = axis.describe(events)
     if axis.whole_s:
         figures.append(f"a column is {format_seconds(axis.whole_s / axis.columns)}")
-    heading = _wrap(figures, ", ", width)
-    legend = _wrap(_legend(events, "".join(list(drawn.values())[1:])), "  ", width)
-    lines = [f"{name:<{margin}}{row}" for name, row in drawn.items()]
-    return "\n".join(line.rstrip() for line in (*heading, *lines, *legend))
+    lines = _wrap(figures, ", ", width)
+    for name, here in rows.items():
+        row = _draw_moments(here, axis) if name == "release" else _draw(name, here, axis)
+        lines.append(f"{name:<{margin}}{row}".rstrip())
+    return "\n".join([*lines, *_wrap(_legend(events), "  ", width)])
 
 
 def _draw(name: str, events: Sequence[TraceEvent], axis: _Axis) -> str:
     """Draw a row of blocks. Waits are drawn only in the row of their own."""
-    shown = [name == "wait" or event.what != "wait" for event in events]
-    painted = axis.paint(events)
-    cells: list[str] = []
-    for number, run in itertools.groupby(painted):
+    row = ""
+    for number, run in itertools.groupby(axis.paint(events, least=1)):
         room = len(list(run))
-        before = cells[-1] if cells else " "
-        if number is None or not shown[number]:
-            cells += " " * room
+        if number is None or (name != "wait" and events[number].what == "wait"):
+            row += " " * room
         else:
-            cells += _block(events[number], room, before)
-    for number in set(range(len(events))).difference(painted):
-        column = axis.column((events[number].begin_s + events[number].end_s) / 2)
-        if shown[number] and cells[column] == " ":
-            cells[column] = _SHORT
-    return "".join(cells)
+            row += _block(events[number], room)
+    return row
 
 
-def _block(event: TraceEvent, room: int, before: str) -> str:
-    """Draw a block: its label if there is room, and signs that differ from the cell before it."""
-    label, signs = _short_label(event), _SIGNS.get(event.what, _OTHER_SIGNS)
+def _block(event: TraceEvent, room: int) -> str:
+    """Draw a block: its label if there is room for it, and signs."""
+    label, sign = _short_label(event), _SIGNS.get(event.what, _OTHER_SIGN)
     # The letter of a pass separates it from the block before. A label that is only a number needs a
     # sign after it, or it would run together with the next number.
-    if label and len(label) <= room - (event.what not in _PASSES):
-        return label.ljust(room, signs[0])
-    return signs[before == signs[0]] * room
+    if len(label) > room - (event.what not in _PASSES):
+        label = ""
+    return label.ljust(room, sign)
 
 
 def _draw_moments(events: Sequence[TraceEvent], axis: _Axis) -> str:
@@ -257,56 +247,22 @@ def _draw_moments(events: Sequence[TraceEvent], axis: _Axis) -> str:
     labels: dict[int, set[str]] = defaultdict(set)
     for event in events:
         labels[axis.column(event.begin_s)].add(_short_label(event))
-    marks = [(at, texts.pop() if len(texts) == 1 else "") for at, texts in sorted(labels.items())]
-    return _draw_marks(marks, axis.columns)
-
-
-def _draw_marks(marks: Sequence[tuple[int, str]], columns: int) -> str:
     row = ""
-    nexts = [at for at, _ in marks[1:]] + [columns]
-    for (at, label), end in zip(marks, nexts, strict=True):
-        row = row.ljust(at) + _MOMENT + (label if at + 1 + len(label) <= end else "")
+    for at, end in itertools.pairwise([*sorted(labels), axis.columns]):
+        label = labels[at].pop() if len(labels[at]) == 1 else ""
+        row = f"{row:<{at}}{_SIGNS['release']}" + (label if at + 1 + len(label) <= end else "")
     return row
 
 
-def _draw_ticks(axis: _Axis) -> str:
-    """Draw the axis: ticks at a few round times, as far apart as their labels need."""
-    begin, end = axis.begin_s * axis.per_s, axis.end_s * axis.per_s
-    if begin == end:
-        return f"{_MOMENT}{begin:g}"
-    for step, digits in _steps((end - begin) / axis.columns):
-        apart = step / (end - begin) * axis.columns
-        longest = max(len(f"{value:.{digits}f}") for value in (begin, end))
-        if apart >= max(_MIN_TICK_COLUMNS, longest + 2):
-            break
-    first, last = math.ceil(begin / step - 1e-9), math.floor(end / step + 1e-9)
-    times = [number * step for number in range(first, last + 1)]
-    marks = [(axis.column(time / axis.per_s), f"{time:.{digits}f}") for time in times]
-    return _draw_marks(marks, axis.columns)
-
-
-def _steps(smallest: float) -> Iterator[tuple[float, int]]:
-    """Yield the steps 1, 2, 5, 10, 20 ... from about ``smallest`` on.
-
-    Each comes with the number of digits that its multiples need after the decimal point.
-    """
-    for exponent in itertools.count(math.floor(math.log10(smallest))):
-        for factor in (1, 2, 5):
-            yield factor * 10.0**exponent, max(0, -exponent)
-
-
-def _legend(events: Sequence[TraceEvent], rows: str) -> list[str]:
-    """Return entries that explain the signs which occur in the rows."""
+def _legend(events: Sequence[TraceEvent]) -> list[str]:
+    """Return entries that explain the signs."""
     kinds = {event.what for event in events}
     parts = []
-    for what in (*_SIGNS, *sorted(kinds - {*_SIGNS, "release"})):
-        signs = _SIGNS.get(what, _OTHER_SIGNS)
-        letter = what[0].upper() if what in _PASSES else ""
-        if what in kinds and any(sign in rows for sign in signs + letter):
-            parts.append(f"{letter}3 {signs} {what}")
-    if "release" in kinds:
-        parts.append(f"{_MOMENT}3 release")
-    return [*parts, *([f"{_SHORT} under half a column"] if _SHORT in rows else [])]
+    for what in (*_SIGNS, *sorted(kinds - _SIGNS.keys())):
+        sign, letter = _SIGNS.get(what, _OTHER_SIGN), what[0].upper() if what in _PASSES else ""
+        if what in kinds:
+            parts.append(f"{sign}3 {what}" if what == "release" else f"{letter}3 {sign} {what}")
+    return parts
 
 
 def _wrap(parts: Sequence[str], separator: str, width: int) -> list[str]:
@@ -369,8 +325,7 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
         message = 'a plot needs matplotlib: pip install "ebbtide[plots]"'
         raise ImportError(message) from error
 
-    # Rows without events that take no time, but for releases, which are marked.
-    rows = _rows([event for event in events if event.duration_s or event.what == "release"])
+    rows = _rows(events)
     size = (_WIDTH_INCHES, max(1, len(rows)) * _ROW_INCHES + _AROUND_INCHES)
     figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)

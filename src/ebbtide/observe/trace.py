@@ -158,13 +158,13 @@ class Trace:
 
         A column shows what runs in the middle of its time: passes as ``F3>>>`` and ``B3<<<``,
         copies and waits with the layer's number, and signs alone where there is no room for a
-        label. The last lines explain the signs.
+        label. The first line says how long a column is, and the last ones explain the signs.
 
         Args:
             width: largest number of columns in a line, 40 or more.
 
         Returns:
-            Lines of ASCII, without a newline at the end. The time axis is in s, ms or us.
+            Lines of ASCII, without a newline at the end.
 
         Raises:
             PolicyError: ``width`` is less than 40.
