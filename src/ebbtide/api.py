@@ -1,4 +1,4 @@
-"""The user interface: `offload` for a model or for one callable."""
+"""The user interface: `offload` for a model, `wrap_forward_with_offload` for one callable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -57,8 +57,7 @@ before_offload: list[Callable[[nn.Module], None]] = []
 """Called with each model that a user is about to offload, so that `ebbtide run` can give way."""
 
 
-@overload
-def offload(  # type: ignore[overload-overlap]  # a module is callable, too, and comes first
+def offload(
     model: nn.Module,
     *,
     activations: ActivationPolicy | None = None,
@@ -72,45 +71,15 @@ def offload(  # type: ignore[overload-overlap]  # a module is callable, too, and
     plan: PlannedStep | str | PathLike[str] | None = None,
     device: torch.device | str | None = None,
     materialize: Materialize | None = None,
-) -> OffloadHandle: ...
-
-
-@overload
-def offload(
-    model: Callable[..., Any],
-    *,
-    activations: ActivationPolicy | None = None,
-    store: str = "auto",
-    host_budget: int | str | None = None,
-    trace: bool = False,
-    device: torch.device | str | None = None,
-) -> OffloadedForward: ...
-
-
-def offload(
-    model: nn.Module | Callable[..., Any],
-    *,
-    activations: ActivationPolicy | None = None,
-    weights: WeightPolicy | None = None,
-    layers: Sequence[nn.Module | str] | None = None,
-    store: str = "auto",
-    host_budget: int | str | None = None,
-    trace: bool = False,
-    schedule: Schedule | None = None,
-    budget: int | str | None = None,
-    plan: PlannedStep | str | PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    materialize: Materialize | None = None,
-) -> OffloadHandle | OffloadedForward:
+) -> OffloadHandle:
     """Offload a model's saved activations during forward and reload them for backward.
 
     Losses and gradients stay the same to the bit. The model is changed in place and trains as
     before. Where autograd does not record (`no_grad`, `inference_mode`), nothing is offloaded.
 
     Args:
-        model: any module with its parameters on one device. Or a callable, such as
-            ``model.forward``, which is wrapped as `wrap_forward_with_offload` wraps it; it has no
-            layers, so ``weights``, ``layers``, ``schedule``, ``budget`` and ``plan`` are refused.
+        model: any module with its parameters on one device. (`wrap_forward_with_offload` is for
+            callables, such as ``model.forward``.)
         activations: what to offload; ``ActivationPolicy()`` is every tensor that is large enough.
             None means the same on a CPU, what ``budget`` decides on an accelerator, and nothing if
             ``weights`` is given.
@@ -149,15 +118,13 @@ def offload(
         device: where to train a model that is on the CPU or on meta, such as ``"cuda"``. The
             weights that rest on the host go to their place there at once, and only the others and
             the buffers to the device, so the model need not fit on it. `detach` brings all of it
-            back to the CPU. None: the device that the model is on. For a callable, as for
-            `wrap_forward_with_offload`.
+            back to the CPU. None: the device that the model is on.
         materialize: how a model on the meta device gets its values: a function that is called with
             each module that has own parameters or buffers there, when these have memory on the CPU,
             such as ``lambda module: module.reset_parameters()``; or a folder of safetensors files.
 
     Returns:
-        For a module, a handle that gives the statistics of the last step and can detach. For a
-        callable, the wrapped callable, whose attribute ``handle`` is that handle.
+        A handle that gives the statistics of the last step and can detach.
 
     Raises:
         PolicyError: the model has no parameters, is on several devices or is offloaded already, or
@@ -168,25 +135,7 @@ def offload(
             within it before.
     """
     warn_of_untested("torch", torch.__version__, TESTED_TORCH[1])
-    if callable(model) and not isinstance(model, nn.Module | type | OffloadHandle):
-        of_layers: dict[str, object] = {"weights": weights, "layers": layers, "schedule": schedule}
-        of_layers |= {"budget": budget, "plan": plan, "materialize": materialize}
-        for name, value in of_layers.items():
-            if value is not None:
-                raise PolicyError(
-                    f"{name} needs the layers of a module, and a callable has none; offload the "
-                    f"module itself, ebbtide.offload(model, {name}=...), or leave {name} out"
-                )
-        return wrap_forward_with_offload(
-            model,
-            activations=activations,
-            store=store,
-            device=device,
-            host_budget=host_budget,
-            trace=trace,
-        )
     check_model(model)
-    assert isinstance(model, nn.Module)
     check_arguments(activations=activations, weights=weights, trace=trace)
     if budget is not None:
         parse_budget_bytes(budget)
@@ -302,8 +251,7 @@ def wrap_forward_with_offload(
 ) -> OffloadedForward:
     """Wrap one callable so that what autograd saves inside it is offloaded.
 
-    ``ebbtide.offload(forward)`` does the same. This is the one-line form of neuraloperator's recipe
-    for CPU offloading::
+    This is the one-line form of neuraloperator's recipe for CPU offloading::
 
         model.forward = ebbtide.wrap_forward_with_offload(model.forward)
 

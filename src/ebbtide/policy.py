@@ -165,7 +165,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         advice = (
             "give the module whose forward your training loop calls, before torch.jit scripts it; "
-            "for a function, ebbtide.offload(model.forward)"
+            "for a function, ebbtide.wrap_forward_with_offload(model.forward)"
         )
         refuse("model", "an nn.Module that is no script module", model, advice)
 
