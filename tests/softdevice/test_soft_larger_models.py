@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -182,6 +183,45 @@ def test_weights_for_which_there_is_room_come_back(device: torch.device) -> None
         assert resting[-1] < resting[0]
         assert handle.plan is not None
         assert handle.plan.plan.has_weights_on_host
+
+
+def test_a_plan_knows_of_the_step_inside_backward(device: torch.device, tmp_path: Path) -> None:
+    """The optimizer has the room on the host that the rest leaves, and the same bits."""
+
+    def run(model: nn.Module, handle: ebbtide.OffloadHandle | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        if handle is not None:
+            optimizer = handle.overlap(optimizer, max_norm=1e6)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(words().to(device)).square().mean()
+            loss.backward()
+            if handle is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e6, foreach=False)
+            optimizer.step()
+            yield loss.detach().cpu()
+
+    plain = build(GPT).to(device)
+    expected = list(run(plain, None))
+    weight_bytes = sum(each.nbytes for each in plain.parameters())
+    del plain
+    gc.collect()
+    torch.accelerator.empty_cache()
+    budget_bytes = torch.accelerator.memory_reserved() + weight_bytes
+    model = build(GPT)
+    with ebbtide.offload(
+        model, budget=budget_bytes, device=device, activations=SMALL, host_budget=8 * weight_bytes,
+        trace=True,
+    ) as handle:  # fmt: skip
+        assert all(map(torch.equal, run(model, handle), expected))
+        plan = handle.plan
+        assert plan is not None and plan.plan.has_weights_on_host
+        assert plan.profile.ahead is not None
+        print(plan)
+        handle.save_run(tmp_path / "run.json")
+    predicted = json.loads((tmp_path / "run.json").read_text())["ebbtide"]["prediction"]
+    lanes = [each["args"]["lane"] for each in predicted["events"] if "lane" in each["args"]]
+    assert "cpu_optimizer" in lanes
 
 
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:

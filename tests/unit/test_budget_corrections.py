@@ -12,6 +12,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.planning import (
     CautiousTiming,
     Plan,
+    StepAhead,
     StepProfile,
     StepTiming,
     keep_all,
@@ -389,9 +390,9 @@ ACCELERATOR = make_link(1000.0)
 def test_seconds_that_the_host_adds_are_not_the_layers() -> None:
     profile = make_profile(make_layer(8, 4), make_layer(8, 4))
     plan = keep_all(profile)
-    slow = measured_profile(profile, plan, traced(profile, 3.0), 18.0, 0.0, lowest=True)
+    slow = measured_profile(profile, plan, traced(profile, 3.0), 18.0, ACCELERATOR, lowest=True)
     assert slow.layers == profile.layers
-    quick = measured_profile(profile, plan, traced(profile, 0.5), 3.0, 0.0, lowest=True)
+    quick = measured_profile(profile, plan, traced(profile, 0.5), 3.0, ACCELERATOR, lowest=True)
     assert [each.forward_s for each in quick.layers] == [0.5, 0.5]
     assert [each.backward_s for each in quick.layers] == [1.0, 1.0]
 
@@ -405,11 +406,26 @@ def test_layers_that_are_alike_take_equally_long() -> None:
         make_layer(8, 5, name="blocks.2", **slow),
         make_layer(8, 4, name="head.0", **slow),
     )
-    events = traced(profile, 1.0)
-    found = measured_profile(profile, keep_all(profile), events, 20.0, 0.0, alike=True).layers
+    plan, events = keep_all(profile), traced(profile, 1.0)
+    found = measured_profile(profile, plan, events, 20.0, ACCELERATOR, alike=True).layers
     assert [each.forward_s for each in found] == [0.5, 0.5, 3.0, 3.0]
     assert [each.backward_s for each in found] == [2.0, 2.0, 4.0, 4.0]
     assert [each.recompute_s for each in found] == [0.5, 0.5, None, None]
+
+
+def test_updates_take_as_long_as_the_worker_was_measured_to_take() -> None:
+    """It reads and writes 56 MB for an update, 48 MB to fill shadows, and then 16 MB to commit."""
+    sizes = {"weight_bytes": 8 * MB, "gradient_bytes": 8 * MB, "optimizer_bytes": 16 * MB}
+    layer = make_layer(8, 4, host_update_s=9.0, **sizes)
+    profile = make_profile(layer, layer, ahead=StepAhead(10**9))
+    layers = (dataclasses.replace(each, weights_on_host=True) for each in keep_all(profile).layers)
+    plan = Plan(layers=tuple(layers))
+    step = TraceEvent("step", "cpu_optimizer", 4.0, 5.04, size_bytes=8 * MB)
+    events = Trace([*traced(profile, 1.0).events, step])
+    found = measured_profile(profile, plan, events, 20.0, ACCELERATOR)
+    assert [each.host_update_s for each in found.layers] == pytest.approx([0.56, 0.56])
+    # Six seconds of passes; then the last layer's update, and the copies of the other one's.
+    assert found.after_s == pytest.approx(20 - 6 - 0.56 - 0.16)
 
 
 @pytest.mark.parametrize(("budget_mb", "is_timed"), [(40, True), (30, False)])

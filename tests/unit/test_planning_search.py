@@ -20,6 +20,7 @@ from ebbtide.planning import (
     Plan,
     PlanBudget,
     Prediction,
+    StepAhead,
     StepProfile,
     StepTiming,
     StorageId,
@@ -341,6 +342,28 @@ def test_weights_rest_on_the_host_where_nothing_else_fits() -> None:
     assert on_host(search(profile, hardware, tight, timing, weights=True)) == [*range(8)]
 
 
+def test_an_update_inside_backward_makes_weights_on_the_host_cheap() -> None:
+    """Half of the layers have no room. Their updates are hidden, if shadows have host memory."""
+    profile, hardware = weighty("abcdefgh"), make_link(10_000)
+    profile = dataclasses.replace(
+        profile, layers=tuple(dataclasses.replace(e, host_update_s=1.0) for e in profile.layers)
+    )
+    budget = PlanBudget(device_bytes=1000 * MB, host_bytes=2400 * MB)
+    found = {}
+    for shadow_mb in (0, 10_000):
+        ahead = StepAhead(shadow_mb * MB, budget.host_bytes)
+        known = dataclasses.replace(profile, ahead=ahead if shadow_mb else None)
+        timing = StepTiming(known, hardware)
+        plan = search(known, hardware, budget, timing, weights=True)
+        found[shadow_mb] = timing.predict(plan)
+        assert plan.bound_s is not None and plan.bound_s <= found[shadow_mb].step_s
+    plain, ahead_too = found[0], found[10_000]
+    assert plain.step_s >= 8 * 3 + 4 * 1.0
+    # Copies between shadows and weights read and write 100 of the 350 MB of an update.
+    assert ahead_too.step_s <= 8 * 3 + 1.0 + 5 * 1.0 * 100 / 350
+    assert ahead_too.shadow_bytes + ahead_too.host_peak_bytes <= 2400 * MB
+
+
 def test_the_weights_of_a_module_rest_in_one_place() -> None:
     profile = weighty("aabbbcdd")
     hardware = make_link(100)
@@ -391,14 +414,23 @@ def test_weights_of_some_layers_are_no_worse_than_those_of_all_or_none(
 
 @pytest.mark.slow
 @given(
-    profile=profiles(3), hardware=links(), share=shares, update_s=st.sampled_from([0.0, 0.5, 5.0])
+    profile=profiles(3),
+    hardware=links(),
+    share=shares,
+    update_s=st.sampled_from([0.0, 0.5, 5.0]),
+    ahead=st.sampled_from([None, StepAhead(10**9), StepAhead(40 * MB, 30 * MB)]),
 )
 @settings(MANY, max_examples=25)
 def test_the_bound_holds_wherever_weights_rest(
-    profile: StepProfile, hardware: Hardware, share: float, update_s: float
+    profile: StepProfile,
+    hardware: Hardware,
+    share: float,
+    update_s: float,
+    ahead: StepAhead | None,
 ) -> None:
     assume(count_all_plans(profile) <= 300)
     profile = with_weights(profile, update_s, range(1, len(profile.layers) + 1))
+    profile = dataclasses.replace(profile, ahead=ahead)
     timing = StepTiming(profile, hardware)
     got = []
     for plan in all_plans(profile):

@@ -18,6 +18,7 @@ from ebbtide.planning import (
     Plan,
     Prediction,
     SavedStorage,
+    StepAhead,
     StepProfile,
     StepTiming,
     StorageId,
@@ -279,29 +280,60 @@ def test_weights_on_the_host() -> None:
     assert got.host_peak_bytes == 3 * 35 * MB
 
 
-def test_weights_on_the_host_that_are_updated_inside_backward() -> None:
+def stepping_ahead(
+    host_update_s: float, ahead: StepAhead | None, **more: Any
+) -> tuple[Prediction, list[tuple[int | None, float, float]]]:
+    """Three layers at rest whose optimizer's step reads and writes 55 MB, and 50 to fill a shadow.
+
+    All gradients are there half a second after the last pass, 10.5 s after the step began. The
+    copies of a layer's new weights read and write 10 MB. Also returns when the worker does what.
+    """
     layer = make_layer(
-        weight_bytes=10 * MB, gradient_bytes=5 * MB, optimizer_bytes=20 * MB, host_update_s=0.1
-    )
-    profile = make_profile(layer, layer, layer)
-    layers = (LayerPlan(weights_on_host=True),) * 3
-    plan = Plan(layers=layers, max_inflight_bytes=5 * MB)
-    # As above: the last gradients are there after 10.5 s. 0.1 s of an update read or write 55 MB. A
-    # shadow of 25 MB is read and written first, and 5 MB of each layer's weights at the end.
-    update_s, commit_s = 0.1 * (55 + 2 * 25) / 55, 3 * 0.1 * 2 * 5 / 55
-    for on_host, beside in ((False, 1), (True, 3)):
-        link = dataclasses.replace(make_link(10), computes_on_host=on_host)
-        got = StepTiming(profile, link, steps_in_backward=True).predict(plan)
-        assert got.step_s == pytest.approx(10.5 + beside * update_s + commit_s)
+        weight_bytes=10 * MB, gradient_bytes=5 * MB, optimizer_bytes=20 * MB,
+        host_update_s=host_update_s,
+    )  # fmt: skip
+    plan = Plan(layers=(LayerPlan(weights_on_host=True),) * 3, max_inflight_bytes=5 * MB)
+    timing = StepTiming(make_profile(layer, layer, layer, ahead=ahead), make_link(10, **more))
+    events = timing.record(plan).events()
+    steps = [(e.layer, e.begin_s, e.end_s) for e in events if e.lane == "cpu_optimizer"]
+    return timing.predict(plan), steps
 
 
-def test_updates_wait_for_those_before_them() -> None:
-    layer = make_layer(weight_bytes=MB, gradient_bytes=MB, host_update_s=6.0)
-    plan = Plan(layers=(LayerPlan(weights_on_host=True),) * 3, max_inflight_bytes=MB)
-    timing = StepTiming(make_profile(layer, layer, layer), make_link(1e6), steps_in_backward=True)
-    # Three forwards of 1 s and a backward of 2 s, then three updates: 6 s for 3 MB, and 4 s for a
-    # copy of 1 MB, read and written. The copies back take as long.
-    assert timing.predict(plan).step_s == pytest.approx(3 + 2 + 3 * (6 + 4) + 3 * 4, abs=1e-4)
+@pytest.mark.parametrize(("twice_share", "on_host"), [(0.0, False), (0.25, False), (0.0, True)])
+def test_an_optimizer_that_steps_inside_backward(twice_share: float, on_host: bool) -> None:
+    ahead = StepAhead(10**9, twice_share=twice_share)
+    got, steps = stepping_ahead(0.55, ahead, computes_on_host=on_host)
+    # The worker steps two layers while backward runs. The last gradients are there when it ends.
+    left_s = 0.55 + 2 * 0.1 + twice_share * 2 * 0.55
+    if on_host:  # where the worker would need the cores of backward
+        left_s = 3 * 0.55
+    assert got.step_s == pytest.approx(10.5 + left_s)
+    assert got.exposed_update_s == pytest.approx(left_s)
+    assert [layer for layer, *_ in steps] == ([] if on_host else [2, 1])
+    assert all(end_s - begin_s == pytest.approx(1.05) for _, begin_s, end_s in steps)
+
+
+@pytest.mark.parametrize(
+    ("room_mb", "host_mb", "num_shadows"),
+    [(80, None, 3), (50, None, 2), (49, None, 1), (80, 3 * 35 + 25, 1), (80, 3 * 35, 0)],
+)
+def test_layers_without_shadows_step_at_the_end(
+    room_mb: int, host_mb: int | None, num_shadows: int
+) -> None:
+    """What rests on the host goes first; the layers that land first have the shadows."""
+    ahead = StepAhead(room_mb * MB, None if host_mb is None else host_mb * MB)
+    got, _ = stepping_ahead(0.55, ahead)
+    num_ahead = min(2, num_shadows)
+    assert got.exposed_update_s == pytest.approx((3 - num_ahead) * 0.55 + num_ahead * 0.1)
+    assert (got.shadow_bytes, got.host_peak_bytes) == (num_shadows * 25 * MB, 3 * 35 * MB)
+
+
+def test_the_end_of_a_step_takes_over_what_the_worker_has_not_begun() -> None:
+    got, steps = stepping_ahead(5.5, StepAhead(10**9))
+    # The first gradients land 6.5 s after the begin; the worker needs 10.5 s for that layer.
+    ((layer, begin_s, _),) = steps
+    assert layer == 2
+    assert got.step_s == pytest.approx(begin_s + 10.5 + 2 * 5.5 + 1.0)
 
 
 # ---- plans of other profiles ---------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ebbtide.planning.prediction import (
     StepTiming,
     StorageUses,
 )
-from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.planning.profile import LayerProfile, SavedStorage, StepAhead, StepProfile, StorageId
 from ebbtide.planning.search import search
 from ebbtide.planning.windows import open_windows
 
@@ -30,6 +30,7 @@ __all__ = [
     "Prediction",
     "SavedStorage",
     "Source",
+    "StepAhead",
     "StepProfile",
     "StepTiming",
     "StorageId",

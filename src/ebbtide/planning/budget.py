@@ -21,7 +21,7 @@ from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.profile import StepProfile
+from ebbtide.planning.profile import StepAhead, StepProfile
 from ebbtide.planning.recorded import (
     FreedPasses,
     PassWatch,
@@ -553,6 +553,7 @@ class BudgetController:
         self._placing = self._placing or (study if study.places_weights else None)
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
+        self._note_ahead(study)
         study.saved_bytes = self._saved_bytes_of_forward()
         watch.bind(profile)
         if was_full:
@@ -597,6 +598,7 @@ class BudgetController:
             return
         self._has_fitted |= peak_bytes <= self._budget_bytes
         study.refuse(self._engine.refused_layers)
+        self._note_ahead(study)
         if self._engine.recomputations.num_verifying:
             self._num_verifying += 1
             if self._num_verifying <= _MOST_VERIFYING:
@@ -621,6 +623,13 @@ class BudgetController:
         self._warn_of_peak(peak_bytes)
         if peak_bytes > self._budget_bytes:
             self._memory.reset_peak()
+
+    def _note_ahead(self, study: BudgetStudy) -> None:
+        """Tell a study whether the optimizer steps inside backward, and in which shadows."""
+        overlaps = [] if self._weights is None else self._weights.overlaps()
+        shadow_bytes = sum(each.most_shadow_bytes for each in overlaps)
+        twice_share = max((each.stats.twice_share for each in overlaps), default=0.0)
+        study.note_ahead(StepAhead(shadow_bytes, None, twice_share) if overlaps else None)
 
     def _saved_bytes_of_forward(self) -> int:
         """Return how many bytes a forward of the last step saved, on the average."""

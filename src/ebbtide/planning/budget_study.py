@@ -24,10 +24,9 @@ from ebbtide.planning.prediction import (
     StepTiming,
     StorageUses,
 )
-from ebbtide.planning.profile import StepProfile
+from ebbtide.planning.profile import StepAhead, StepProfile
 from ebbtide.planning.recorded import (
     PassWatch,
-    copied_bytes,
     measured_hardware,
     measured_profile,
 )
@@ -414,6 +413,12 @@ class BudgetStudy:
             predictor = StepTiming(self._begun(), self._hardware, awaits_copies=True, more=more)
         return predictor.predict(self.plan)
 
+    def note_ahead(self, ahead: StepAhead | None) -> None:
+        """Note whether, and how, the optimizer steps inside backward by now."""
+        if ahead is not None:
+            ahead = ahead._replace(host_bytes=self._host_bytes)
+        self.profile = dataclasses.replace(self.profile, ahead=ahead)
+
     def learn(
         self, trace: Trace, step_s: float, used_bytes: int, watch: PassWatch | None = None
     ) -> None:
@@ -446,8 +451,6 @@ class BudgetStudy:
         return dataclasses.replace(opened, limit_bytes=limit_bytes)
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
-        per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
-        cost_s = copied_bytes(self.profile, self.plan) * per_byte_s
         is_first = self.phase is Phase.FRUGAL  # there are no other seconds yet
         alike = not self._hardware.computes_on_host
         self.profile = measured_profile(
@@ -455,7 +458,7 @@ class BudgetStudy:
             self.plan,
             trace,
             step_s,
-            cost_s,
+            self._hardware,
             lowest=alike and not is_first,
             alike=alike,
         )

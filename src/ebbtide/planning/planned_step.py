@@ -135,11 +135,18 @@ class PlannedStep:
         yield from self._table()
 
     def _weights(self) -> str:
-        """Say whose weights rest on the host."""
+        """Say whose weights rest on the host, and how much of their updates is hidden."""
         owners = self.profile.weight_owners().values()
         resting = sum(self.plan.layers[calls[0]].weights_on_host for calls in owners)
         whose = "" if resting == len(owners) else f" of {resting} of {len(owners)} modules"
-        return f"Weights, gradients and the optimizer's state{whose} rest on the host."
+        text = f"Weights, gradients and the optimizer's state{whose} rest on the host."
+        pairs = zip(self.profile.layers, self.plan.layers, strict=True)
+        update_s = sum(layer.host_update_s for layer, chosen in pairs if chosen.weights_on_host)
+        if self.profile.ahead is None or not update_s:
+            return text
+        predicted = CautiousTiming(self.profile, self.hardware).predict(self.plan)
+        hidden_share = max(0.0, 1 - predicted.exposed_update_s / update_s)
+        return f"{text} Backward hides {hidden_share:.0%} of the optimizer's step there."
 
     @property
     def _state(self) -> str:

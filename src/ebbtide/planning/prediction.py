@@ -358,13 +358,20 @@ class StepRecord:
 
     def __init__(self) -> None:
         self.passes: list[PassRecord] = []
-        self._computed: list[TraceEvent] = []
+        self._noted: list[TraceEvent] = []
         self._copies: list[tuple[str, int, int, Copy]] = []
 
-    def note(self, what: str, begin_s: float, end_s: float, layer: int | None = None) -> None:
-        """Note what compute did, or waited for."""
+    def note(
+        self,
+        what: str,
+        begin_s: float,
+        end_s: float,
+        layer: int | None = None,
+        lane: str = "compute",
+    ) -> None:
+        """Note what a lane did, or what compute waited for."""
         if end_s > begin_s:
-            self._computed.append(TraceEvent(what, "compute", begin_s, end_s, layer))
+            self._noted.append(TraceEvent(what, lane, begin_s, end_s, layer))
 
     def note_copy(self, lane: str, layer: int, size_bytes: int, copy: Copy) -> None:
         """Note that a copy was queued in a lane."""
@@ -375,7 +382,7 @@ class StepRecord:
         for each in self.passes:
             if each.layer is not None:
                 yield TraceEvent(each.what, "compute", each.begin_s, each.end_s, each.layer)
-        yield from self._computed
+        yield from self._noted
         free_s = {DOWN: 0.0, UP: 0.0}  # copies of a lane run one after the other
         last_s = self.passes[-1].end_s
         for lane, layer, size_bytes, copy in self._copies:
@@ -410,7 +417,9 @@ class Prediction(NamedTuple):
         peak_bytes: the peak of device memory.
         peak_by_position: the peaks of the passes F0, F1, ..., the loss, ..., B1, B0, in bytes.
         exposed_copy_s: seconds in which compute waits for copies.
-        host_peak_bytes: the peak of what rests in the tier below.
+        exposed_update_s: seconds in which the host updates weights after backward.
+        host_peak_bytes: the peak of what rests in the tier below, without shadows.
+        shadow_bytes: what the shadows of an optimizer need that steps inside backward.
         pinned_bytes: how much of that is page-locked.
     """
 
@@ -418,7 +427,9 @@ class Prediction(NamedTuple):
     peak_bytes: int
     peak_by_position: tuple[int, ...]
     exposed_copy_s: float
+    exposed_update_s: float
     host_peak_bytes: int
+    shadow_bytes: int
     pinned_bytes: int
 
 
@@ -440,8 +451,6 @@ class StepTiming:
     Args:
         profile: the step.
         hardware: the link, and whether the tier below is page-locked.
-        steps_in_backward: whether the host updates the weights that rest there while backward still
-            runs, as `ebbtide.OffloadHandle.overlap` lets it.
         awaits_copies: whether all copies are awaited at each begin of a pass, as in a step whose
             memory is measured.
         more: what was measured beyond the profile; None: nothing.
@@ -457,14 +466,12 @@ class StepTiming:
         profile: StepProfile,
         hardware: Hardware,
         *,
-        steps_in_backward: bool = False,
         awaits_copies: bool = False,
         more: MoreBytes | None = None,
     ) -> None:
         self._profile = profile
         self._hardware = hardware
         self._more = more
-        self._steps_in_backward = steps_in_backward
         self._awaits_copies = awaits_copies
         self._uses = StorageUses(profile)
 
@@ -494,7 +501,7 @@ class StepTiming:
         if self._more is not None and not self._hardware.computes_on_host:
             run.count_what_stays()
         run.backward()
-        return run.prediction(steps_in_backward=self._steps_in_backward)
+        return run.prediction()
 
 
 class _Source(NamedTuple):
@@ -535,7 +542,7 @@ class _Run:
         self._stored_bytes = 0  # in all; at the end of forward everything rests there at once
         self._there: set[int] = set()  # pieces in memory
         self._queue: deque[_Source] = deque()  # on their way down
-        self._gradients: list[tuple[LayerProfile, Copy]] = []  # of layers, on their way or there
+        self._gradients: list[tuple[int, Copy]] = []  # of layers, on their way or there
         self._queued_bytes = 0
         self._copying: set[int] = set()  # pieces in the queue
         self._in_use: set[int] = set()  # brought back, or never gone, for backward
@@ -711,7 +718,7 @@ class _Run:
                 self._end(piece)
             if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
                 self._offload(layer.gradient_bytes, None)
-                self._gradients.append((layer, self._queue[-1].copy))
+                self._gradients.append((index, self._queue[-1].copy))
 
     def _use_source(self, index: int) -> None:
         """Note that backward reads what the layer saved last, before anything is let go of."""
@@ -830,39 +837,44 @@ class _Run:
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def _update_beside_backward(self) -> None:
-        """Update the weights on the host, each layer's as soon as its gradients are there.
+    def _update_weights(self) -> int:
+        """Update the weights on the host; return what that needs for shadows.
 
-        An update first copies the weights and their state, and leaves the originals as they are. At
-        the end, the new weights are copied back; the state only changes places. All this is as fast
-        as the host's memory.
+        A worker steps each layer ahead as soon as its gradients are there: it copies weights and
+        state into shadows, and steps those. The end of the step takes over what the worker has not
+        begun, and copies the new weights back. All this is as fast as the host's memory. On a CPU,
+        the worker would need the cores that backward needs, so there nothing is hidden.
         """
-        end_s = busy_s = commit_s = 0.0
-        for layer, copy in self._gradients:
-            copy_s = layer.host_update_s * 2 / layer.update_bytes  # of one byte
-            update_s = layer.host_update_s + copy_s * layer.shadow_bytes
-            end_s = max(end_s, copy.end_s) + update_s
-            busy_s += update_s
-            commit_s += copy_s * layer.gradient_bytes
-        # On a CPU, updates need the cores that backward needs.
-        ends_s = self._now_s + busy_s if self._hardware.computes_on_host else end_s
-        self._now_s = max(self._now_s, ends_s) + commit_s
+        layers = zip(self._profile.layers, self._plan.layers, strict=True)
+        left_s = sum(layer.host_update_s for layer, chosen in layers if chosen.weights_on_host)
+        ahead, free_s, shadow_bytes = self._profile.ahead, 0.0, 0
+        if ahead is not None and not self._hardware.computes_on_host:
+            room_bytes = ahead.shadow_bytes
+            if ahead.host_bytes is not None:
+                room_bytes = min(room_bytes, ahead.host_bytes - self._stored_bytes)
+            for index, copy in self._gradients:
+                layer, begin_s = self._profile.layers[index], max(free_s, copy.end_s)
+                if shadow_bytes + layer.shadow_bytes > room_bytes:
+                    continue
+                shadow_bytes += layer.shadow_bytes
+                if begin_s < self._now_s:
+                    byte_s = layer.host_update_s / layer.update_bytes
+                    free_s = begin_s + byte_s * layer.ahead_bytes
+                    left_s -= (1 - ahead.twice_share) * layer.host_update_s
+                    left_s += byte_s * 2 * layer.gradient_bytes
+                    if self._record is not None:
+                        self._record.note("step", begin_s, free_s, index, "cpu_optimizer")
+        self._now_s = max(free_s, self._now_s) + left_s
+        return shadow_bytes
 
-    def prediction(self, *, steps_in_backward: bool) -> Prediction:
-        """End the step: wait for the gradients, and update the weights.
-
-        Args:
-            steps_in_backward: whether the host updates while backward still runs.
-        """
+    def prediction(self) -> Prediction:
+        """End the step: wait for the gradients, and update the weights."""
         gradients = [source for source in self._queue if source.piece is None]
         if gradients:
             self._wait(gradients[-1].copy)
         self._retire()
-        if steps_in_backward:
-            self._update_beside_backward()
-        else:
-            layers = zip(self._profile.layers, self._plan.layers, strict=True)
-            self._now_s += sum(layer.host_update_s for layer, on in layers if on.weights_on_host)
+        begin_s, shadow_bytes = self._now_s, self._update_weights()
+        update_s = self._now_s - begin_s
         self._now_s += self._profile.after_s
         end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
         pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_bytes
@@ -871,7 +883,9 @@ class _Run:
             peak_bytes=max(self._begin_peak_bytes, end_peak_bytes, *self.peaks),
             peak_by_position=tuple(self.peaks),
             exposed_copy_s=self._waited_s,
+            exposed_update_s=update_s,
             host_peak_bytes=self._stored_bytes,
+            shadow_bytes=shadow_bytes,
             pinned_bytes=pinned_bytes,
         )
 

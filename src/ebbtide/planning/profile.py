@@ -40,6 +40,21 @@ class StorageId(NamedTuple):
     number: int
 
 
+class StepAhead(NamedTuple):
+    """An optimizer that steps inside backward; see `ebbtide.OffloadHandle.overlap`.
+
+    Attributes:
+        shadow_bytes: the most memory that its shadows may have.
+        host_bytes: the most that shadows may have together with all that rests on the host; None:
+            any number of bytes.
+        twice_share: the share of what it steps ahead that has to step again.
+    """
+
+    shadow_bytes: int
+    host_bytes: int | None = None
+    twice_share: float = 0.0
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedStorage:
@@ -92,7 +107,7 @@ class LayerProfile:
         weight_bytes: size of the weights.
         gradient_bytes: size of the gradients of the weights.
         optimizer_bytes: size of the optimizer's state of the weights.
-        host_update_s: seconds by which the step gets longer if the host updates these weights.
+        host_update_s: seconds that the host takes to update these weights.
     """
 
     name: str
@@ -140,6 +155,11 @@ class LayerProfile:
         """Bytes of what is trained and of its state, of which an update inside backward has two."""
         return self.gradient_bytes + self.optimizer_bytes
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that an update inside backward reads and writes: it fills shadows first."""
+        return self.update_bytes + 2 * self.shadow_bytes
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +178,7 @@ class StepProfile:
         loss_working_bytes: device memory that the work between the passes needs.
         after_working_bytes: device memory that the work after the last pass needs.
         min_bytes: smaller storages are not numbered, because they stay where they are.
+        ahead: how the host updates weights while backward still runs; None: it does so after it.
 
     Raises:
         PolicyError: a figure is negative or not a number, or a storage refers to one that does not
@@ -173,6 +194,7 @@ class StepProfile:
     loss_working_bytes: int = 0
     after_working_bytes: int = 0
     min_bytes: int = DEFAULT_MIN_BYTES
+    ahead: StepAhead | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not self.layers:

@@ -27,7 +27,7 @@ from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerMode, Plan
-from ebbtide.planning.prediction import StorageUses
+from ebbtide.planning.prediction import StepTiming, StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.runtime.handles import StorageRecord
@@ -258,7 +258,7 @@ def measured_profile(
     plan: Plan,
     trace: Trace,
     step_s: float,
-    copy_cost_s: float,
+    hardware: Hardware,
     *,
     lowest: bool = False,
     alike: bool = False,
@@ -271,7 +271,8 @@ def measured_profile(
         plan: the plan that was followed.
         trace: what was measured.
         step_s: seconds from the begin of the step to the begin of the next.
-        copy_cost_s: seconds by which copies made the passes longer, all together.
+        hardware: the machine, by which copies made the passes longer, and the host's updates the
+            step.
         lowest: whether the profile's seconds were measured too, and what is lower counts. On an
             accelerator work takes as long each time, but a pass that waits for the host seems to
             take longer, and the host has more to do in a step that is measured.
@@ -293,32 +294,49 @@ def measured_profile(
     passes_s += sum(
         each.second_forward_s for each, again in zip(passes, recomputed, strict=True) if again
     )
-    pairs = zip(profile.layers, plan.layers, strict=True)
-    host_update_s = sum(each.host_update_s for each, chosen in pairs if chosen.weights_on_host)
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
-    rest_s = max(0.0, step_s - passes_s - measured.rebuilding_s - waited_s - host_update_s)
+    rest_s = max(0.0, step_s - passes_s - measured.rebuilding_s - waited_s)
+    copy_cost_s = copied_bytes(profile, plan) * (hardware.copy_cost_s_per_byte or 0.0)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     passes = [_lowest([each], share) for each in passes]
     if lowest:
         passes = [_lowest(each) for each in zip(passes, before, strict=True)]
-        rest_s, rebuild_x = min(rest_s, profile.after_s), min(rebuild_x, 1.0)
+        rebuild_x = min(rebuild_x, 1.0)
     if alike:
         passes = _equally_long(passes, profile.layers)
+    update_byte_s = _update_byte_s(trace.events)
     layers = tuple(
-        _with_seconds(layer, each, rebuild_x)
+        _with_seconds(layer, each, rebuild_x, update_byte_s)
         for layer, each in zip(profile.layers, passes, strict=True)
     )
-    return dataclasses.replace(profile, layers=layers, before_s=0.0, loss_s=0.0, after_s=rest_s)
+    found = dataclasses.replace(profile, layers=layers, before_s=0.0, loss_s=0.0, after_s=0.0)
+    update_s = StepTiming(found, hardware).predict(plan).exposed_update_s
+    after_s = max(0.0, rest_s - update_s)
+    return dataclasses.replace(found, after_s=min(after_s, profile.after_s) if lowest else after_s)
 
 
-def _with_seconds(layer: LayerProfile, passes: _Passes, rebuild_x: float) -> LayerProfile:
+def _update_byte_s(events: Iterable[TraceEvent]) -> float | None:
+    """Return the seconds in which a worker steps a byte of weights ahead; None: not measured."""
+    steps = [event for event in events if event.lane == "cpu_optimizer"]
+    size_bytes = sum(each.size_bytes for each in steps)
+    if size_bytes < _ENOUGH_BYTES:
+        return None
+    return sum(each.duration_s for each in steps if each.size_bytes) / size_bytes
+
+
+def _with_seconds(
+    layer: LayerProfile, passes: _Passes, rebuild_x: float, update_byte_s: float | None
+) -> LayerProfile:
     storages = tuple(
         each
         if each.rebuild_s is None
         else dataclasses.replace(each, rebuild_s=each.rebuild_s * rebuild_x)
         for each in layer.storages
     )
-    return dataclasses.replace(layer, storages=storages, **passes._asdict())
+    update_s = layer.host_update_s
+    if update_byte_s is not None and layer.gradient_bytes:
+        update_s = update_byte_s * layer.gradient_bytes * layer.update_bytes / layer.ahead_bytes
+    return dataclasses.replace(layer, storages=storages, host_update_s=update_s, **passes._asdict())
 
 
 def _of_call(before: _Passes, measured: _Measured, call: int, *, recomputed: bool) -> _Passes:

@@ -309,7 +309,8 @@ def relax(
             is then a guide and no bound. None: no limit.
         resting: whose weights, gradients and optimizer state rest on the host, and need device
             memory only while their layer runs; empty: nobody's. None: the programme chooses, module
-            by module and in fractions. Copies of weights cost nothing here, updates on the host do.
+            by module and in fractions. Copies of weights cost nothing here, updates on the host do,
+            as far as backward is too short to hide them.
         whole_layers: whether a layer must be recomputed as a whole or not at all. The optimum is
             then a better bound and guide. That takes too long for steps of hundreds of layers.
         guides: whether a plan will be rounded from the optimum. Then it is one that copies little,
@@ -366,6 +367,7 @@ class _Programme:
         self._tie = _TIE * (1 / self._down + 1 / self._up) if guides else 0.0  # ms/MB
         self._resting = nowhere(profile) if resting == () else resting
         self._pins = not hardware.computes_on_host
+        self._steps_ahead = profile.ahead is not None and not hardware.computes_on_host
         self._costs: list[float] = []
         self._upper: list[float] = []
         self._rows: list[Terms] = []  # each is at most 0
@@ -420,16 +422,18 @@ class _Programme:
         self._rests: list[Terms] = [{} for _ in layers]  # fraction on the host
         self._h: list[tuple[int, int]] = []  # variables, and the bytes that they place
         away: Terms = {}
+        self._updates: Terms = {}  # ms
         for owned in self._profile.weight_owners().values():
             size_bytes = sum(layers[index].parameter_bytes for index in owned)
             if self._resting is None:
-                update_ms = sum(layers[index].host_update_s for index in owned) / _MS
-                h = self._variable(update_ms, 1.0)
+                h = self._variable(0.0, 1.0)
                 self._h.append((h, size_bytes))
                 fraction = {h: 1.0}
             else:
                 fraction = {ONE: float(self._resting[owned[0]])}
             away = _plus(away, _times(size_bytes / _MB, fraction))
+            update_ms = sum(layers[index].host_update_s for index in owned) / _MS
+            self._updates = _plus(self._updates, _times(update_ms, fraction))
             for index in owned:
                 self._rests[index] = fraction
         resident = self._profile.fixed_bytes + sum(layer.parameter_bytes for layer in layers)
@@ -580,6 +584,7 @@ class _Programme:
 
     def _backward(self) -> None:
         down, up = self._down_stock, dict[int, float]()
+        hidden: Terms = {}  # ms in which the host may update weights beside backward
         for index in reversed(range(self._count)):
             layer = self._profile.layers[index]
             wait = self._variable(1.0)
@@ -588,6 +593,7 @@ class _Programme:
                 {self._c[index]: layer.second_forward_s / _MS},
                 self._rebuild[index],
             )
+            hidden = _plus(hidden, pass_ms if self._steps_ahead else {})
             consumed = self._consumed[index]
             self._at_most(consumed, _times(-1, up), {wait: -self._up})
             up_after = {self._variable(): 1.0}
@@ -606,6 +612,9 @@ class _Programme:
             if self._inflight is not None:
                 self._at_most(up_after, {ONE: -self._inflight})
             down, up = down_after, up_after
+        if self._updates:
+            after = {self._variable(1.0): -1.0}
+            self._at_most(self._updates, _times(-1, hidden), after)
 
     def _fits(self, *parts: Mapping[int, float]) -> None:
         self._at_most(*parts, self._resident, {ONE: -self._budget.device_bytes / _MB})
@@ -652,9 +661,6 @@ class _Programme:
         layers = self._profile.layers
         busy_s = self._profile.before_s + self._profile.loss_s + self._profile.after_s
         busy_s += sum(layer.forward_s + layer.backward_s for layer in layers)
-        if self._resting is not None:
-            placed = zip(layers, self._resting, strict=True)
-            busy_s += sum(layer.host_update_s for layer, rests in placed if rests)
         sizes = [memory.size_bytes / _MB for memory in self._uses.memories]
         ties = self._tie * sum(sizes)  # the most that the choice among several optima has cost
         offloaded: dict[int, float] = {}

@@ -19,8 +19,8 @@ from ebbtide.planning.contest import inflight_choices, rule_plans
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction
-from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, StepTiming
+from ebbtide.planning.profile import LayerProfile, StepAhead, StepProfile
 from ebbtide.planning.search import search
 from ebbtide.policy import parse_number
 from ebbtide.runtime.layers import covering_layers, match_layers
@@ -515,11 +515,14 @@ def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
         resting = [each for each, chosen in pairs if chosen.weights_on_host]
         names = {layer.name for layer in resting} & owners.keys()
         parameter_bytes = sum(layer.parameter_bytes for layer in resting)
-        update_s = sum(layer.host_update_s for layer in resting)
+        hardware, profile = found.study.hardware, found.study.profile
+        shadows = StepAhead(hardware.host_memory_bytes, hardware.host_memory_bytes)
+        ahead = StepTiming(dataclasses.replace(profile, ahead=shadows), hardware).predict(plan)
         rest += (
             f", of which {format_size(parameter_bytes)} are weights, gradients and optimizer state "
             f"of {len(names)} of {len(owners)} modules. The optimizer's step on the host takes "
-            f"{format_seconds(update_s)} more, or less with handle.overlap"
+            f"{format_seconds(prediction.exposed_update_s)} more, or "
+            f"{format_seconds(ahead.exposed_update_s)} with handle.overlap"
         )
     waited_s = prediction.exposed_copy_s
     waits = f"waits {format_seconds(waited_s)}" if waited_s else "never waits"

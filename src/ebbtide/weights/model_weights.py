@@ -36,6 +36,7 @@ from ebbtide.weights.hooks import (
     joins_parameters,
     parameters_of,
 )
+from ebbtide.weights.overlap import StepOverlap, find_overlap
 
 CPU: Final = torch.device("cpu")
 
@@ -161,6 +162,11 @@ class ModelWeights:
                 sum(map(self._state_bytes, resting)),
             )
         return sizes
+
+    def overlaps(self) -> list[StepOverlap]:
+        """Return what lets optimizers of the model step inside backward, if it does so now."""
+        found = (find_overlap(each) for each in self._optimizers)
+        return [each for each in found if each is not None and each.stats.steps_ahead]
 
     def _state_bytes(self, parameter: nn.Parameter) -> int:
         states = (each.state.get(parameter, {}).values() for each in self._optimizers)

@@ -500,7 +500,8 @@ class StepOverlap:
         self._pending.append(event)
         recorder = self._engine.transfers.account.recorder
         if recorder is not None:
-            size_bytes = sum(landed.member.parameter.nbytes for landed, *_ in job)
+            ahead = [landed.member.parameter for landed, _, _, shadow in job if shadow is not None]
+            size_bytes = sum(each.nbytes for each in ahead)
             recorder.copy("step", Subject(None, 0, size_bytes), event)
 
     def _goes_on(self) -> bool:
@@ -543,6 +544,13 @@ class StepOverlap:
         else:
             room_bytes = free_ram_bytes() // 2
         return room_bytes if store.maps(parameter) else min(room_bytes, store.leftover_bytes)
+
+    @property
+    def most_shadow_bytes(self) -> int:
+        """The most memory that the shadows may have, if the store needs none of it."""
+        if self._budget_bytes is not None:
+            return self._budget_bytes
+        return self._shadow_bytes() + free_ram_bytes() // 2
 
     def _shadow_bytes(self, *, in_files: bool = True) -> int:
         maps = self._engine.transfers.store.maps
@@ -906,6 +914,11 @@ def _remove_hooks(hooks: dict[int, Any]) -> None:
 # ---- The optimizer: of a class that is derived from its own, and otherwise the same object
 
 _NAME: Final = "_ebbtide_overlap"
+
+
+def find_overlap(optimizer: Optimizer) -> StepOverlap | None:
+    """Return what lets an optimizer step inside backward; None if it does not."""
+    return vars(optimizer).get(_NAME)
 
 
 def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
