@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import random
 import sys
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from commands import call
+from ebbtide.devices import AbstractLane
 from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.torch_internals import top_hooks
 
@@ -109,17 +112,17 @@ def test_recomputed_layers_are_verified_in_every_step_that_forgets_proofs() -> N
     assert recomputed == [False, True, False, True]
 
 
-def test_a_full_disk_is_told_of_by_its_own_error_wherever_it_shows() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_a_write_that_fails_is_told_of_by_its_own_error_wherever_it_shows(seed: int) -> None:
     """The copy of noise starts as the next layer begins, which may raise another copy's error."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)
-            )
+            layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(8))
+            self.layers = nn.ModuleList(layers)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = x * torch.rand_like(x)
                 with torch.no_grad():
@@ -127,10 +130,44 @@ def test_a_full_disk_is_told_of_by_its_own_error_wherever_it_shows() -> None:
                 x = layer(x)
             return x
 
-    busy, model = torch.ones(512, 512), Model()
-    for seed in range(5, 5 * ALL_KINDS, ALL_KINDS):
-        report = ebbtide.verify(model, batch(), orders=1, seed=seed)
-        assert report.same, str(report)
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(torch.ones(16, 32)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    class Failing(AbstractLane):
+        def __init__(self, lane: AbstractLane, writes: bool) -> None:
+            self.lane, self.writes = lane, writes
+
+        def submit(self, work: Any, then: Any = None) -> Any:
+            fails = self.writes and fills and chance.random() < 0.1
+            return self.lane.submit(fail if fails else work, then)
+
+        def close(self) -> None:
+            self.lane.close()
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    def make(torch_device: torch.device) -> Any:
+        device: Any = make_device(torch_device)
+        lane = device.lane
+        device.lane = lambda name, what: Failing(lane(name, what), "write" in name)
+        return device
+
+    busy, model, chance = torch.ones(512, 512), Model(), random.Random(seed)
+    expected, fills = gradients(), [True]
+    with devices_made_by(make):
+        handle = ebbtide.offload(model, activations=ebbtide.ActivationPolicy(min_bytes=1))
+    with handle:
+        with pytest.raises(OSError) as raised:  # noqa: PT011
+            list(iter(gradients, None))
+        assert raised.value.errno == errno.ENOSPC
+        fills.clear()
+        with contextlib.suppress(OSError):  # of a write before
+            gradients()
+        assert all(map(torch.equal, gradients(), expected))
 
 
 def test_a_budget_is_verified() -> None:

@@ -47,7 +47,6 @@ Values = dict[str, Tensor | None]
 """Copies on the host of what a run computed, by name, in the order in which a run computes them."""
 
 _SEED: Final = 1234  # of the random numbers that the steps begin with
-_ATTEMPTS: Final = 5  # of a run whose disk was full
 _TIGHT_BYTES: Final = 1  # whatever is larger is alone in flight
 _LABEL_WIDTH: Final = 9
 _KINDS: Final = "losses, gradients, parameters, buffers, random states"
@@ -179,7 +178,7 @@ class VerifyReport:
 #
 # Everything that is provoked is allowed: a copy may take long, memory that was freed may have other
 # contents at once, the target of a copy may contain anything until the copy has ended, the system
-# may refuse to page-lock memory, and a disk may be slow or full. Code that waits for what it reads,
+# may refuse to page-lock memory, and a disk may be slow. Code that waits for what it reads,
 # and holds what others read, gives the same results to the bit.
 
 _PIECE_BYTES: Final = 2**20  # of poison, and of the copies that hold others up
@@ -199,7 +198,6 @@ class Provocation:
         late_copies: the chance that a copy is held up before it begins, and after it has ended.
         late_compute: the chance that kernels are held up after the engine has queued something.
         refused_pins: the chance that the system refuses to page-lock memory.
-        failed_jobs: the chance that a worker's job fails because the disk is full.
         eagerness: of a `SimulatedDevice`, in the place of a CPU; None: the CPU itself.
         shuffles: whether the order of prefetches is drawn.
         is_tight: whether few bytes may be in flight.
@@ -211,7 +209,6 @@ class Provocation:
     late_copies: float = 0.0
     late_compute: float = 0.0
     refused_pins: float = 0.0
-    failed_jobs: float = 0.0
     eagerness: float | None = None
     shuffles: bool = False
     is_tight: bool = False
@@ -231,10 +228,10 @@ class Provocation:
             ),
             ("any order of prefetch", {"late_copies": some, "eagerness": some, "shuffles": True}),
             ("no page-locking", {"refused_pins": most, "eagerness": some, "verifies": True}),
-            ("disk full at times", {"failed_jobs": some / 4, "late_copies": some}),
-            ("all but failures", {"late_copies": some, "late_compute": some, "eagerness": some}),
+            ("disk slow", {"late_copies": some}),
+            ("everything", {"late_copies": some, "late_compute": some, "eagerness": some}),
         )[seed % 7]
-        if name == "all but failures":
+        if name == "everything":
             settings |= dict.fromkeys(("shuffles", "is_tight", "verifies"), True)
         return cls(seed=seed, name=name, **settings)  # type: ignore[arg-type]
 
@@ -256,14 +253,11 @@ class Provocation:
 
 @final
 class ProvokedDevice(AbstractDevice):
-    """A real device whose work is late, whose freed memory is overwritten, and whose jobs fail.
+    """A real device whose work is late, and whose freed memory is overwritten.
 
     Args:
         device: the real device.
         provocation: what is provoked.
-
-    Attributes:
-        is_calm: whether nothing fails any more; delays and poison remain.
     """
 
     def __init__(self, device: AbstractDevice, provocation: Provocation) -> None:
@@ -275,7 +269,6 @@ class ProvokedDevice(AbstractDevice):
         self.pins_by_torch = device.pins_by_torch
         self.computes_on_host = device.computes_on_host
         self.has_memory = device.has_memory
-        self.is_calm = False
         self._freed = FreedMemoryPoison()
         if not device.computes_on_host:
             self._sleep = find_sleep(device.torch_device)
@@ -314,7 +307,7 @@ class ProvokedDevice(AbstractDevice):
         return self._device.note_use(memory, home, current, ready)
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None]:
-        if not self.is_calm and self._happens(self._provocation.refused_pins):
+        if self._happens(self._provocation.refused_pins):
             raise OSError(errno.ENOMEM, "page-locking was refused on purpose")
         return self._device.pin(address, size_bytes)
 
@@ -372,7 +365,7 @@ class ProvokedDevice(AbstractDevice):
         return self._choices.random() < chance
 
     def lane(self, name: str, lane: str) -> AbstractLane:
-        return _ProvokedLane(self._device.lane(name, lane), self, writes="write" in name)
+        return _ProvokedLane(self._device.lane(name, lane), self)
 
     def defer(self, work: Callable[[], None]) -> None:
         self._device.defer(work)
@@ -383,14 +376,11 @@ class ProvokedDevice(AbstractDevice):
     def finish_other_streams(self) -> None:
         self._device.finish_other_streams()
 
-    def provoke_job(self, work: Callable[[], None], *, writes: bool) -> Callable[[], None]:
-        """Return a worker's job that is held up, or a write that finds the disk full."""
-        provocation = self._provocation
-        if writes and not self.is_calm and self._happens(provocation.failed_jobs):
-            return _fail_with_full_disk
+    def provoke_job(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return a worker's job that is held up."""
+        chance = self._provocation.late_copies
         before_s, after_s = (
-            self._choices.uniform(0, _JOB_S) if self._happens(provocation.late_copies) else 0.0
-            for _ in range(2)
+            self._choices.uniform(0, _JOB_S) if self._happens(chance) else 0.0 for _ in range(2)
         )
 
         def provoked() -> None:
@@ -436,23 +426,18 @@ class FreedMemoryPoison:
                     torch.full((size_bytes,), POISON, dtype=torch.uint8, device=device)
 
 
-def _fail_with_full_disk() -> None:
-    raise OSError(errno.ENOSPC, "the disk was full on purpose")
-
-
 @final
 class _ProvokedLane(AbstractLane):
-    """A worker whose jobs are held up, or fail if they write to a disk."""
+    """A worker whose jobs are held up."""
 
-    def __init__(self, lane: AbstractLane, device: ProvokedDevice, *, writes: bool) -> None:
+    def __init__(self, lane: AbstractLane, device: ProvokedDevice) -> None:
         self._lane = lane
         self._device = device
-        self._writes = writes
 
     def submit(
         self, work: Callable[[], None], then: Callable[[], None] | None = None
     ) -> AbstractEvent:
-        return self._lane.submit(self._device.provoke_job(work, writes=self._writes), then)
+        return self._lane.submit(self._device.provoke_job(work), then)
 
     def close(self) -> None:
         self._lane.close()
@@ -486,7 +471,7 @@ def verify(
 
     The same steps run plainly, and offloaded in several adverse orders: copies or kernels are late,
     memory is overwritten as soon as it is free, prefetches come in any order, few bytes may be in
-    flight, page-locking is refused, the disk is slow or full. Losses, gradients, parameters,
+    flight, page-locking is refused, the disk is slow. Losses, gradients, parameters,
     buffers and the states of random numbers are compared to the bit. The model is left as it was.
     The host keeps copies of the gradients of all steps, and of the parameters, twice.
 
@@ -712,24 +697,19 @@ class Trial:
         return outcome
 
     def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
-        """Run all steps offloaded, on a device that is provoked.
-
-        Raises:
-            OSError: the disk was not full any more, but a forward still says so.
-        """
+        """Run all steps offloaded, on a device that is provoked."""
         arguments = dict(self.offload)
         is_planned = arguments.get("budget") is not None or arguments.get("plan") is not None
         if provocation is not None and provocation.is_tight and not is_planned:
             policy = arguments.get("activations") or ActivationPolicy()
             arguments["activations"] = dataclasses.replace(policy, max_inflight_bytes=_TIGHT_BYTES)
-        devices = list[AbstractDevice]()
+        choices = random.Random(0 if provocation is None else provocation.seed)
 
         def make(torch_device: torch.device) -> AbstractDevice:
             device = make_device(torch_device)
-            if provocation is not None:
-                device = provocation.wrap(device, is_planned=is_planned)
-            devices.append(device)
-            return device
+            if provocation is None:
+                return device
+            return provocation.wrap(device, is_planned=is_planned)
 
         def end_step() -> None:
             outcome.note_moved(engine.stats)
@@ -745,18 +725,7 @@ class Trial:
                 handle = offload_model(self.model, **arguments)
             engine = engines[0]
             with handle:
-                for attempt in range(1, _ATTEMPTS + 1):
-                    choices = random.Random(0 if provocation is None else provocation.seed)
-                    outcome.moved_bytes = 0
-                    try:
-                        self.train(outcome, end_step=end_step)
-                        break
-                    except OSError as error:
-                        if error.errno != errno.ENOSPC or attempt == _ATTEMPTS:
-                            raise
-                    for device in devices:
-                        if isinstance(device, ProvokedDevice):
-                            device.is_calm = True
+                self.train(outcome, end_step=end_step)
 
     def train(
         self,

@@ -220,9 +220,7 @@ def _run_here(
         BaseException: whatever ends the script before.
     """
     outcome = _Recorder(steps).outcome
-    provocation = None
-    if seed is not None:  # nobody begins a script again in which the disk was full
-        provocation = replace(Provocation.draw(seed), failed_jobs=0.0)
+    provocation = None if seed is None else Provocation.draw(seed)
     planned = options is not None and options.is_planned
 
     def make(torch_device: torch.device) -> AbstractDevice:
