@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ebbtide.tools.doctor import QUICK, Examination, Rate
+from ebbtide.tools.doctor import QUICK, Examination
 from ebbtide.tools.machine import MachineFacts
 
 MIB, GIB = 2**20, 2**30
 
-SHORT = QUICK._replace(each_s=0.03, copy_bytes=MIB, room_bytes=64 * MIB)
+SHORT = QUICK._replace(each_s=0.03, room_bytes=64 * MIB)
 """Measures for a moment, with little memory."""
 
 HEALTHY = MachineFacts(
@@ -35,16 +35,12 @@ GPU = {
 }
 
 
-def rate(per_s: float) -> Rate:
-    return Rate(per_s, per_s)
-
-
 def on_cpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
     """A healthy CPU, with changed facts and changed findings."""
     entries: dict[str, Any] = {
-        "matmul": {"fp32": rate(1e12), "bf16": rate(2e12), "fp64": rate(5e11)},
-        "copy": rate(40e9),
-        "fft": rate(50e9),
+        "matmul": {"fp32": 1e12, "bf16": 2e12, "fp64": 5e11},
+        "copy": 40e9,
+        "fft": 50e9,
         "links": links(down=8e9, up=500e9, both=20e9),
         "disk": {"size_bytes": GIB, "write_bytes_per_s": 2e9, "read_bytes_per_s": 4e9},
     }
@@ -54,8 +50,8 @@ def on_cpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
 def on_gpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
     """A healthy accelerator, with changed facts and changed findings."""
     entries = {
-        "matmul": {"fp32": rate(5e13), "bf16": rate(8e14)},
-        "copy": rate(3e12),
+        "matmul": {"fp32": 5e13, "bf16": 8e14},
+        "copy": 3e12,
         "pinning": pinning(0.2),
         "links": links(down=25e9, up=25e9, both=45e9),
     }

@@ -15,6 +15,7 @@ and has no effect in a process that has trained before, whose free blocks stay w
 from __future__ import annotations
 
 import abc
+import contextlib
 import ctypes
 import functools
 import logging
@@ -270,11 +271,8 @@ class _SharedPeak:
 class ProcessMemory(AbstractMemory):
     """Resident memory (RSS) of this process.
 
-    The kernel records the peak, so no short peak is missed.
-
-    Attributes:
-        can_reset: whether the kernel can reset the peak (Linux can). If not, the peak is that since
-            the process began.
+    The kernel records the peak, so no short peak is missed. Where it cannot reset it, the peak is
+    that since the process began.
     """
 
     name = "resident memory (RSS) of the process"
@@ -282,7 +280,6 @@ class ProcessMemory(AbstractMemory):
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self.can_reset = True
         self._peak = _SharedPeak("process", _read_resident_peaks)
         self.reset_peak()
 
@@ -297,10 +294,8 @@ class ProcessMemory(AbstractMemory):
 
     def reset_peak(self) -> None:
         self._peak.prepare_reset()
-        try:
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM, see proc(5)
-        except OSError:
-            self.can_reset = False
 
     def return_freed(self) -> None:
         return_freed_memory()

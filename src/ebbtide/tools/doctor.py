@@ -53,6 +53,7 @@ _COPY_BYTES: Final = 512 * _MIB
 _LEAST_COPY_BYTES: Final = 32 * _MIB  # smaller tensors are copied within caches
 _FFT_NODES, _FFT_CHANNELS = 256, 32
 _SHORT_COPY_BYTES: Final = 64 * 2**10  # whose time is mostly what each copy costs beside its bytes
+_LONG_COPY_BYTES: Final = 64 * _MIB  # the most; smaller where there is no room
 # Copies are queued one behind the other up to so many bytes, by whether the device is the CPU: fast
 # links need many, or what the host does for each counts, too.
 _QUEUED_BYTES: Final = {True: 16 * _MIB, False: 128 * _MIB}
@@ -66,54 +67,27 @@ class Effort(NamedTuple):
 
     Attributes:
         dtypes: the types of the matrix products.
-        compute_s: for each kind of computation, each direction of the link, and the disk.
-        copy_bytes: size of a large copy over the link.
+        each_s: for each kind of computation, each direction of the link, and the disk.
         room_bytes: memory of the host, and the file; a device has four times as much.
     """
 
     dtypes: tuple[str, ...]
     each_s: float
-    copy_bytes: int
     room_bytes: int
 
 
-FULL: Final = Effort(tuple(_DTYPES), 1.0, 64 * _MIB, 256 * _MIB)
-QUICK: Final = Effort(("fp32", "bf16"), 0.2, 16 * _MIB, 128 * _MIB)
+FULL: Final = Effort(tuple(_DTYPES), 1.0, 256 * _MIB)
+QUICK: Final = Effort(("fp32", "bf16"), 0.2, 128 * _MIB)
 
 
-@final
-@dataclass(frozen=True)
-class Rate:
-    """How fast equal repetitions of one piece of work were.
-
-    Attributes:
-        best_per_s: the rate of the fastest one: what the machine can do when nothing disturbs it.
-        median_per_s: the rate of the median one: what a step gets.
-        note: what the work was, such as ``"n = 2048"``.
-    """
-
-    best_per_s: float
-    median_per_s: float
-    note: str = ""
-
-
-def repeat(
-    amount: float,
-    work: Callable[[], float | None],
-    budget_s: float,
-    *,
-    most: int = 200,
-    note: str = "",
-) -> Rate:
-    """Repeat work until its time is used up, at least twice; the first repetition warms up.
+def repeat(work: Callable[[], float | None], budget_s: float, *, most: int = 200) -> list[float]:
+    """Return the seconds of repetitions of work, until its time is used up; one before warms up.
 
     Args:
-        amount: bytes or FLOP of one repetition.
         work: does one repetition, and blocks until it is done. It may return the seconds that
             count, if it also does what does not count.
-        budget_s: stop once so much time has passed.
+        budget_s: stop once so much time has passed, but not before one repetition counts.
         most: stop after so many repetitions.
-        note: what the work is.
     """
     begin_s = time.perf_counter()
     durations: list[float] = []
@@ -124,11 +98,10 @@ def repeat(
         own_s = work()
         passed_s = time.perf_counter() - before_s if own_s is None else own_s
         durations.append(max(passed_s, 1e-9))
-    del durations[0]
-    return Rate(amount / min(durations), amount / statistics.median(durations), note)
+    return durations[1:]
 
 
-# ---- What a device computes ----
+# ---- What a device computes, where nothing disturbs it: by the fastest repetition ----
 
 
 def finish(device: AbstractDevice) -> None:
@@ -138,8 +111,8 @@ def finish(device: AbstractDevice) -> None:
 
 def measure_matmul(
     device: AbstractDevice, dtype: torch.dtype, budget_s: float, room_bytes: int
-) -> Rate:
-    """Measure products of square matrices, as large as time and memory allow."""
+) -> float:
+    """Measure FLOP per second of products of square matrices, as large as time and memory allow."""
     size = _SMALLEST
     while True:
         # Random numbers: a GPU that multiplies equal ones needs less power, and runs faster.
@@ -150,16 +123,16 @@ def measure_matmul(
             torch.mm(left, right, out=out)
             finish(device)
 
-        once_s = 1.0 / repeat(1.0, multiply, _LONG_ENOUGH_S, most=2).best_per_s
+        once_s = min(repeat(multiply, _LONG_ENOUGH_S, most=2))
         too_large = size == _LARGEST or 3 * 4 * left.nbytes > room_bytes
         # Larger matrices take eight times as long, four times here and more after.
         if once_s > _LONG_ENOUGH_S or too_large or 4 * 8 * once_s > budget_s:
-            return repeat(2.0 * size**3, multiply, budget_s, note=f"n = {size}")
+            return 2.0 * size**3 / min(repeat(multiply, budget_s))
         size *= 2
 
 
-def measure_copy(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rate:
-    """Measure a copy within the device's memory, in bytes read and written.
+def measure_copy(device: AbstractDevice, budget_s: float, room_bytes: int) -> float:
+    """Measure a copy within the device's memory, in bytes read and written per second.
 
     Raises:
         MemoryError: so little memory is free that the copy would stay in caches.
@@ -177,11 +150,11 @@ def measure_copy(device: AbstractDevice, budget_s: float, room_bytes: int) -> Ra
         target.copy_(source)
         finish(device)
 
-    return repeat(2.0 * size_bytes, copy, budget_s, note=format_size(size_bytes))
+    return 2.0 * size_bytes / min(repeat(copy, budget_s))
 
 
-def measure_fft(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rate:
-    """Measure 2D FFTs of real float32 fields as an FNO has them, in FLOP of 2.5 n log2 n."""
+def measure_fft(device: AbstractDevice, budget_s: float, room_bytes: int) -> float:
+    """Measure 2D FFTs of real float32 fields as an FNO has them; one is 2.5 n log2 n FLOP."""
     nodes = _FFT_NODES**2
     channels = max(1, min(_FFT_CHANNELS, room_bytes // (3 * nodes * 4)))
     field = torch.ones(channels, _FFT_NODES, _FFT_NODES, device=device.torch_device)
@@ -190,9 +163,7 @@ def measure_fft(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rat
         torch.fft.rfft2(field)
         finish(device)
 
-    amount = 2.5 * channels * nodes * math.log2(nodes)
-    note = f"{channels} x {_FFT_NODES} x {_FFT_NODES}"
-    return repeat(amount, transform, budget_s, note=note)
+    return 2.5 * channels * nodes * math.log2(nodes) / min(repeat(transform, budget_s))
 
 
 # ---- What the link to the tier below moves, and a disk without the help of the page cache ----
@@ -205,7 +176,6 @@ def measure_fft(device: AbstractDevice, budget_s: float, room_bytes: int) -> Rat
 def measure_links(
     device: AbstractDevice,
     build_store: Callable[[], AbstractStore],
-    copy_bytes: int,
     budget_s: float,
     room_bytes: int,
 ) -> dict[str, float]:
@@ -215,16 +185,15 @@ def measure_links(
         device: the device.
         build_store: builds its store. Each size gets one of its own, because a store keeps the
             memory of smaller copies, which the largest ones need.
-        copy_bytes: the size of large copies. They are smaller where there is no room for them.
         budget_s: about how long each direction may take.
         room_bytes: the most memory to use in each tier.
 
     Returns:
-        The rates of large copies: ``"down"``, ``"up"`` and ``"both"``, in bytes of both, in a
-        second; ``"latency_s"``: what a copy costs beside its bytes, by small copies, the dearer
-        way; ``"copy_bytes"``: the size of large copies.
+        The rates of large copies in the median, which is what a step gets: ``"down"``, ``"up"`` and
+        ``"both"``, in bytes of both, in a second; ``"latency_s"``: what a copy costs beside its
+        bytes, by small copies, the dearer way; ``"copy_bytes"``: the size of large copies.
     """
-    copy_bytes = max(_SHORT_COPY_BYTES, min(copy_bytes, room_bytes // 4))
+    copy_bytes = max(_SHORT_COPY_BYTES, min(_LONG_COPY_BYTES, room_bytes // 4))
     links = {"copy_bytes": float(copy_bytes)}
     one_s = dict[str, float]()
     for size_bytes in (_SHORT_COPY_BYTES, copy_bytes):
@@ -234,7 +203,8 @@ def measure_links(
             copies = _Copies(device, store, size_bytes, number)
             for name, times in (("down", 1), ("up", 1), ("both", 2)):
                 total_bytes = times * number * size_bytes
-                links[name] = repeat(total_bytes, getattr(copies, name), budget_s).median_per_s
+                took_s = statistics.median(repeat(getattr(copies, name), budget_s))
+                links[name] = total_bytes / took_s
                 one_s.setdefault(name, size_bytes / links[name])
             copies.drop()
     beside = (one_s[name] - _SHORT_COPY_BYTES / links[name] for name in ("down", "up"))
@@ -360,9 +330,9 @@ class Examination:
 
     Attributes:
         facts: what the system says.
-        matmul: products of matrices, by type: ``"fp64"``, ``"fp32"`` and so on.
-        copy: copies in the device's memory, in bytes read and written.
-        fft: 2D FFTs, in FLOP.
+        matmul: FLOP per second of products of matrices, by type: ``"fp64"``, ``"fp32"`` and so on.
+        copy: bytes per second that copies in the device's memory read and write.
+        fft: FLOP per second of 2D FFTs.
         pinning: page-locking; only for an accelerator. See `measure_pinning`.
         links: offloads and reloads. See `measure_links`.
         disk: the disk behind the store's directory. See `measure_disk`.
@@ -370,9 +340,9 @@ class Examination:
     """
 
     facts: MachineFacts
-    matmul: dict[str, Rate] = field(default_factory=dict)
-    copy: Rate | None = None
-    fft: Rate | None = None
+    matmul: dict[str, float] = field(default_factory=dict)
+    copy: float | None = None
+    fft: float | None = None
     pinning: dict[str, Any] | None = None
     links: dict[str, float] | None = None
     disk: dict[str, float] | None = None
@@ -394,7 +364,7 @@ class Examination:
             return None
         down, up, both = (self.links[name] for name in ("down", "up", "both"))
         if self.on_cpu and self.copy is not None:
-            up = min(up, self.copy.best_per_s)
+            up = min(up, self.copy)
         return down, up, min(both, down + up)
 
     @property
@@ -415,8 +385,8 @@ class Examination:
         disk = self.disk or {}
         measured: dict[str, Any] = {
             "device_memory_bytes": facts.accelerator_bytes or facts.total_ram_bytes,
-            "device_memory_bytes_per_s": self.copy.best_per_s,
-            "fft_flops": self.fft and self.fft.best_per_s,
+            "device_memory_bytes_per_s": self.copy,
+            "fft_flops": self.fft,
             "h2d_bytes_per_s": up,
             "d2h_bytes_per_s": down,
             "duplex_bytes_per_s": both,
@@ -426,7 +396,7 @@ class Examination:
             "disk_write_bytes_per_s": disk.get("write_bytes_per_s"),
             "disk_read_bytes_per_s": disk.get("read_bytes_per_s"),
         }
-        measured |= {f"matmul_{name}_flops": each.best_per_s for name, each in self.matmul.items()}
+        measured |= {f"matmul_{name}_flops": rate for name, rate in self.matmul.items()}
         values = {key: value for key, value in measured.items() if value is not None}
         text = f"ebbtide doctor on {time.strftime('%Y-%m-%d')}, torch {facts.torch_version}"
         name = facts.accelerator or f"{facts.cpu}, {facts.cores} cores"
@@ -489,8 +459,7 @@ def examine(
             # A power of two, because torch would round other sizes up to the next.
             pinned_bytes = 1 << host_bytes.bit_length() - 1
             found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
-        link = effort.copy_bytes, effort.each_s, room_bytes
-        found.links = measure("links", measure_links, device, build, *link)
+        found.links = measure("links", measure_links, device, build, effort.each_s, room_bytes)
     found.disk = measure("disk", measure_disk, directory, effort.each_s, disk_bytes)
     return found
 
@@ -576,17 +545,15 @@ def build_report(found: Examination, advice: Sequence[str]) -> str:
         advice: what `advise` says about it.
     """
     parts: list[RenderableType] = ["This machine", labelled(_machine(found), _LABEL_WIDTH)]
-    products = [(f"matmul {_WORDS[name]}", rate, "FLOP/s") for name, rate in found.matmul.items()]
-    others = (
-        ("FFT in 2D, float32", found.fft, "FLOP/s"),
-        ("copy, read + written", found.copy, "B/s"),
-    )
+    computed = {f"matmul {_WORDS[name]}": rate for name, rate in found.matmul.items()}
     rows: list[Sequence[str]] = [
-        (label, scaled(rate.best_per_s, unit), scaled(rate.median_per_s, unit), rate.note)
-        for label, rate, unit in (*products, *others)
+        (label, scaled(rate, "FLOP/s"))
+        for label, rate in (computed | {"FFT in 2D, float32": found.fft}).items()
         if rate is not None
     ]
-    parts += _table("Compute", "best", "median", rows)
+    if found.copy is not None:
+        rows.append(("copy, read + written", scaled(found.copy, "B/s")))
+    parts += _table("Compute", "at best", "", rows)
     if found.links is not None and found.rates is not None:
         down, up, both = (scaled(rate, "B/s") for rate in found.rates)
         rows = [
@@ -630,8 +597,8 @@ def summarize(found: Examination) -> Iterator[str]:
             f"{format_seconds(_GIB / found.disk['read_bytes_per_s'])}."
         )
     meanwhile = [
-        f"{digits(entry.best_per_s / down)} FLOP of {_WORDS[name]}"
-        for name, entry in found.matmul.items()
+        f"{digits(rate / down)} FLOP of {_WORDS[name]}"
+        for name, rate in found.matmul.items()
         if name in ("fp32", "bf16")
     ]
     if meanwhile:
