@@ -2,8 +2,7 @@
 
 Every model trains in five modes, which take turns in one process: without ebbtide; with everything
 kept, without and with rebuilding; and with everything offloaded, without and with rebuilding. The
-byte counts are exact. The models are small to keep the suite fast, so their times say little;
-``ebbtide demo --modes none,rebuild,ebbtide`` measures what rebuilding costs on a real grid.
+byte counts are exact. The models are small to keep the suite fast, so their times say little.
 
 Run: ``python -m benchmarks.rebuild``
 """

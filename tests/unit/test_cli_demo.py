@@ -97,8 +97,7 @@ def test_figures_are_complete(figures: dict) -> None:
 @pytest.mark.slow
 def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
     plain, offloaded = figures["modes"]["none"], figures["modes"]["ebbtide"]
-    assert offloaded["compared"] is True
-    assert offloaded["first_difference"] is None
+    assert figures["first_difference"] is None
     # About 27 unique tensors of 2 MiB, less 12 that GELUs give again.
     assert 25 * 2**20 < offloaded["steps"][1]["stats"]["offloaded_bytes"] < 40 * 2**20
     for one, other in zip(plain["steps"], offloaded["steps"], strict=True):
@@ -122,8 +121,6 @@ def refused(options: list[str], out: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--modes", "none,magic"], "'magic' is not one of none, save_on_cpu, ebbtide"),
-        (["--modes", "save_on_cpu", "--device", "cpu"], "save_on_cpu needs an accelerator"),
         (["--resolution", "8"], "--resolution must be 32 or more"),
         (["--batch-size", "0"], "--batch-size must be 1 or more"),
         (["--steps", "2"], "--steps must be 3 or more"),

@@ -22,7 +22,6 @@ from ebbtide.tools.demo import (
     DemoConfig,
     Result,
     build_table,
-    compare,
     describe_copies,
     digest,
     first_difference,
@@ -82,7 +81,7 @@ def render(plain: Result, offloaded: Result) -> str:
     console = Console(width=80, record=True, file=io.StringIO())
     results = {"none": plain, "ebbtide": offloaded}
     console.print(build_table(DemoConfig(), results))
-    console.print(describe_copies(results))
+    console.print(describe_copies(offloaded))
     return console.export_text()
 
 
@@ -103,8 +102,7 @@ def test_a_difference_shows_in_the_table() -> None:
     steps = [step(stats=STATS)] * 3
     assert "same bits" in render(result(steps), result(steps))
     other = result([*steps[:2], step(stats=STATS, gradients_sha256="b")])
-    assert compare({"none": result(steps), "ebbtide": other}) == {"ebbtide": "gradients, step 3"}
-    assert "differ:" in render(result(steps), other)
+    assert "differ: gradients, step 3" in render(result(steps), other)
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -119,7 +117,7 @@ def run_until_it_has_a_process(out: Path, then: Callable[[int], None]) -> None:
         then(children[0].pid or 0)
 
     threading.Thread(target=wait_for_it, daemon=True).start()
-    run_demo(DemoConfig(64, 4, modes=("none",), out=out), Console(file=io.StringIO()))
+    run_demo(DemoConfig(64, 4, out=out), Console(file=io.StringIO()))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The demo: trains the same FNO on Darcy flow in every mode, and compares and reports.
+"""The demo: trains the same FNO on Darcy flow without and with offload, and compares and reports.
 
 Each mode has a process of its own, so that its memory can be measured.
 """
@@ -42,7 +42,7 @@ from ebbtide.units import format_size
 from ebbtide.version import __version__
 
 FORMAT: Final = "ebbtide-demo"
-VERSION: Final = 2
+VERSION: Final = 3
 QUICK: Final = {"resolution": 128, "steps": 6}  # of a quick look
 
 _LEAST_RESOLUTION: Final = 32  # that has the modes of the model
@@ -52,13 +52,8 @@ _WIDTH: Final = 80
 _ABSENT: Final = "-"
 
 
-MODES: Final = ("none", "save_on_cpu", "ebbtide")
-"""How a run treats saved activations."""
-
-
-def title_of(mode: str) -> str:
-    """Return the name of a mode in the table and the sentences."""
-    return "no offload" if mode == "none" else mode
+MODES: Final = {"none": "no offload", "ebbtide": "ebbtide"}
+"""How a run treats saved activations, and the names of that in the table and the sentences."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,17 @@ class DemoConfig:
         resolution: nodes along each side of the grid.
         batch_size: number of samples in a training step.
         steps: number of training steps of each mode; all but the first two are timed.
-        modes: modes to run, in the order of the table.
         device: device on which the models compute.
         store: where ebbtide stores offloaded bytes, as for `ebbtide.offload`.
         out: directory for the results.
 
     Raises:
-        PolicyError: a number is out of range, there is no such store, or a mode needs another
-            device.
+        PolicyError: a number is out of range, or there is no such store.
     """
 
     resolution: int = 256
     batch_size: int = 8
     steps: int = 15
-    modes: tuple[str, ...] = ("none", "ebbtide")
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: str = "auto"
     out: Path = Path("runs/demo")
@@ -94,26 +86,6 @@ class DemoConfig:
                 option = name.replace("_", "-")
                 raise PolicyError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
         find_directory(self.store)
-        if self.device.type == "cpu" and "save_on_cpu" in self.modes:
-            raise PolicyError(
-                "--modes save_on_cpu needs an accelerator: on a CPU, activations are on the host "
-                "anyway; try --modes none,ebbtide"
-            )
-
-
-def parse_modes(text: str | None, device: torch.device) -> tuple[str, ...]:
-    """Parse names of modes such as ``"none,ebbtide"``; None: all that the device can have.
-
-    Raises:
-        PolicyError: a name is not that of a mode.
-    """
-    if text is None:
-        return tuple(mode for mode in MODES if device.type != "cpu" or mode != "save_on_cpu")
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in MODES:
-            raise PolicyError(f"--modes: {name!r} is not one of {', '.join(MODES)}")
-    return tuple(dict.fromkeys(names))
 
 
 # ---- The results of each mode, and the bitwise comparison of two modes ----
@@ -144,18 +116,6 @@ def first_difference(reference: Result, other: Result) -> str | None:
                 return f"{name.partition('_')[0]}, step {number}"
     same = reference["parameters_sha256"] == other["parameters_sha256"]
     return None if same else "final parameters"
-
-
-def compare(results: Mapping[str, Result]) -> dict[str, str | None]:
-    """Return the `first_difference` of each other mode from the one without offload, if it ran."""
-    reference = results.get("none")
-    if reference is None:
-        return {}
-    return {
-        mode: first_difference(reference, result)
-        for mode, result in results.items()
-        if mode != "none"
-    }
 
 
 def timed_s(result: Result) -> list[float]:
@@ -199,11 +159,11 @@ def load_data(config: DemoConfig) -> tuple[Iterable[dict[str, torch.Tensor]], An
 # ---- The process of one mode ----
 
 
-def train_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]:
+def train_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord]:
     """Train the model of one mode in this process, and measure it.
 
     Returns:
-        Its figures, and what a page can show of one more step, where that can be recorded.
+        Its figures, and what a page can show of one more step.
     """
     from neuralop import LpLoss
     from neuralop.training import AdamW
@@ -254,43 +214,32 @@ def train_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]
     result["peak_bytes"] = max(step["peak_bytes"] for step in result["steps"])
     result["median_s"] = statistics.median(timed_s(result))
     result["parameters_sha256"] = digest(model.named_parameters())
-    record = None
-    if mode != "save_on_cpu":  # two more steps, of which the second is recorded
-        if handle is not None:
-            handle.detach()
-        memory.return_freed()
-        with cast(OffloadHandle, _offload(model, mode, config, trace=True)) as traced:
-            for batch in batches:
-                train(batch)
-            record = record_run(traced, title_of(mode))
-    return result, record
+    if handle is not None:
+        handle.detach()
+    memory.return_freed()
+    with cast(OffloadHandle, _offload(model, mode, config, trace=True)) as traced:
+        for batch in batches:  # two more steps, of which the second is recorded
+            train(batch)
+        return result, record_run(traced, MODES[mode])
 
 
 def _offload(
     model: nn.Module, mode: str, config: DemoConfig, *, trace: bool = False
 ) -> OffloadHandle | None:
-    """Offload as the mode says; None if it does not use ebbtide, unless a step is to be recorded.
+    """Offload as the mode says; None without offload, unless a step is to be recorded.
 
     Args:
         model: the model.
         mode: the mode.
         config: the run.
-        trace: whether to record steps. A mode without offload then keeps everything.
+        trace: whether to record steps. Without offload, everything is then kept.
     """
     if mode == "ebbtide":
         return offload(model, store=config.store, trace=trace)
-    if mode == "none" and trace:
-        kept = ActivationPolicy(num_layers=0, rebuild=False)
-        return offload(model, activations=kept, store=config.store, trace=trace)
-    if mode == "save_on_cpu":
-        forward = model.forward
-
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.save_on_cpu(pin_memory=True):
-                return forward(*args, **kwargs)
-
-        model.forward = offloaded
-    return None
+    if not trace:
+        return None
+    kept = ActivationPolicy(num_layers=0, rebuild=False)
+    return offload(model, activations=kept, store=config.store, trace=trace)
 
 
 def _compute_reproducibly(device: torch.device) -> None:
@@ -327,7 +276,7 @@ class DeadModeError(EbbtideError, RuntimeError):
     """The process of a mode has died."""
 
 
-def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]:
+def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord]:
     """Train a mode in a process of its own.
 
     Raises:
@@ -341,7 +290,7 @@ def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord | None]:
             return pool.submit(train_mode, config, mode).result()
         except BrokenProcessPool:
             raise DeadModeError(
-                f"the process of mode {title_of(mode)} has died; if memory ran out, try a smaller "
+                f"the process of mode {MODES[mode]} has died; if memory ran out, try a smaller "
                 f"--batch-size or --resolution"
             ) from None
         except BaseException:
@@ -359,8 +308,7 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
         as_json: whether JSON is printed instead of the table.
 
     Returns:
-        Whether ebbtide's run was bitwise the same as the run without offload; True also if one of
-        the two did not run.
+        Whether ebbtide's run was bitwise the same as the run without offload.
 
     Raises:
         PolicyError: the configuration asks for something that cannot be done on this machine.
@@ -371,11 +319,10 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
     (config.out / "demo.json").touch()  # or fails now, and not after minutes of training
     begin_s = time.perf_counter()
     where = "the CPU" if config.device.type == "cpu" else str(config.device)
-    names = ", ".join(map(title_of, config.modes))
     for line in (
         f"A Fourier neural operator learns Darcy flow at {config.resolution} x "
         f"{config.resolution} on {where}, batch {config.batch_size}.",
-        f"Modes: {names}. Each trains {config.steps} steps.",
+        f"Modes: {', '.join(MODES.values())}. Each trains {config.steps} steps.",
         "The data are generated, unless a run before has left them here.",
     ):
         progress.print(line, highlight=False)
@@ -383,13 +330,13 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # the processes inherit the environment
     results, records = dict[str, Result](), list[RunRecord]()
-    for mode in config.modes:
-        with progress.status(f"Training: {title_of(mode)}"):
+    for mode, title in MODES.items():
+        with progress.status(f"Training: {title}"):
             results[mode], record = _run_mode(config, mode)
-        records += [] if record is None else [record]
+        records.append(record)
     _report(config, results, records, as_json=as_json)
     progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
-    return compare(results).get("ebbtide") is None
+    return first_difference(*results.values()) is None
 
 
 # ---- The report ----
@@ -406,8 +353,7 @@ def _report(
     document = json.dumps(_as_document(config, results), indent=2)
     figures, page = config.out / "demo.json", config.out / "demo.html"
     figures.write_text(f"{document}\n")
-    if records:
-        write_page(page, records)
+    write_page(page, records)
     if as_json:
         print(document)
         return
@@ -415,9 +361,8 @@ def _report(
     width = min(report.width, _WIDTH)
     report.print()
     report.print(build_table(config, results), width=width)
-    report.print(describe_copies(results), width=width, highlight=False)
-    written = [f"Report: {page}"] if records else []
-    for line in ("", *written, f"Figures: {figures}"):
+    report.print(describe_copies(results["ebbtide"]), width=width, highlight=False)
+    for line in ("", f"Report: {page}", f"Figures: {figures}"):
         report.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -427,29 +372,22 @@ def build_table(config: DemoConfig, results: Mapping[str, Result]) -> Table:
     table.add_column(
         f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
     )
-    for mode in results:
+    for mode, title in MODES.items():
         style = "bold" if mode == "ebbtide" else ""
-        table.add_column(title_of(mode), justify="right", style=style)
+        table.add_column(title, justify="right", style=style)
     what = "RSS" if config.device.type == "cpu" else "device memory"
-    columns = [_cells(mode, what, results) for mode in results]
-    for row in zip(*columns, strict=True):
-        cells = [cell for _, cell in row]
-        if any(cell != _ABSENT for cell in cells):
-            table.add_row(row[0][0], *cells)
+    difference = first_difference(*results.values())
+    same = "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
+    plain, offloaded = (_cells(each, what, results["none"]) for each in results.values())
+    for (label, cell), (_, other) in zip(plain, offloaded, strict=True):
+        table.add_row(label, cell, other)
+    table.add_row("Losses, gradients, weights", _ABSENT, same)
     return table
 
 
-def _cells(mode: str, what: str, results: Mapping[str, Result]) -> list[tuple[str, str]]:
+def _cells(result: Result, what: str, reference: Result) -> list[tuple[str, str]]:
     """Return what the rows of the table say of a mode, each with the label of its row."""
-    result, reference, differences = results[mode], results.get("none"), compare(results)
-    above_idle = result["peak_bytes"] - result["idle_bytes"]
-    peak_ratio = step_ratio = same = _ABSENT
-    if reference is not None:
-        peak_ratio = _ratio(above_idle, reference["peak_bytes"] - reference["idle_bytes"])
-        step_ratio = _ratio(result["median_s"], reference["median_s"])
-    if mode in differences:
-        difference = differences[mode]
-        same = "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
+    above_idle, of = (each["peak_bytes"] - each["idle_bytes"] for each in (result, reference))
     steps, timed = result["steps"], timed_s(result)
     stats = steps[-1]["stats"]
     sizes = [
@@ -459,24 +397,20 @@ def _cells(mode: str, what: str, results: Mapping[str, Result]) -> list[tuple[st
     return [
         (f"Peak {what} of a step", format_size(result["peak_bytes"])),
         ("  above idle", format_size(above_idle)),
-        ("  relative to no offload", peak_ratio),
+        ("  relative to no offload", _ratio(above_idle, of)),
         (f"Step, median of {len(timed)}", f"{_digits(result['median_s'])} s"),
-        ("  relative to no offload", step_ratio),
+        ("  relative to no offload", _ratio(result["median_s"], reference["median_s"])),
         ("  fastest - slowest", f"{_digits(min(timed))} - {_digits(max(timed))} s"),
         ("Saved by autograd in a step", sizes[0]),
         ("  without repeats and weights", sizes[1]),
         ("  rebuilt in backward", sizes[2]),
         ("  offloaded", sizes[3]),
         ("Error, first - last step", f"{steps[0]['loss']:.3f} - {steps[-1]['loss']:.3f}"),
-        ("Losses, gradients, weights", same),
     ]
 
 
-def describe_copies(results: Mapping[str, Result]) -> str:
+def describe_copies(result: Result) -> str:
     """Say what ebbtide moves in a step, and how long the model waited for it."""
-    if "ebbtide" not in results:
-        return ""
-    result = results["ebbtide"]
     stats = result["steps"][-1]["stats"]
     where = "disk" if stats["peak_disk_bytes"] else "host memory"
     rate = format_size(int(stats["offloaded_bytes"] / result["median_s"]))
@@ -498,7 +432,6 @@ def _digits(value: float) -> str:
 
 def _as_document(config: DemoConfig, results: Mapping[str, Result]) -> dict[str, Any]:
     """Return all figures for a JSON file."""
-    differences = compare(results)
     settings = dataclasses.asdict(config)
     settings |= {name: str(settings[name]) for name in ("device", "out")}
     on_cuda = config.device.type == "cuda"
@@ -518,12 +451,6 @@ def _as_document(config: DemoConfig, results: Mapping[str, Result]) -> dict[str,
             "accelerator": torch.cuda.get_device_name(config.device) if on_cuda else None,
         },
         "configuration": settings,
-        "modes": {
-            mode: {
-                **result,
-                "first_difference": differences.get(mode),
-                "compared": mode in differences,
-            }
-            for mode, result in results.items()
-        },
+        "modes": results,
+        "first_difference": first_difference(*results.values()),
     }

@@ -101,7 +101,6 @@ def demo(
     resolution: int | None = None,
     batch_size: int = 8,
     steps: int | None = None,
-    modes: str | None = None,
     device: str = "auto",
     store: str = "auto",
     out: Path = Path("runs/demo"),
@@ -119,8 +118,6 @@ def demo(
         batch_size (N): Samples in a training step.
         steps (N): Training steps of each mode, 3 or more; all but the first two are timed. 15, or 6
             with --quick.
-        modes (NAMES): What to compare: none (no offload), save_on_cpu (PyTorch's own, on an
-            accelerator), ebbtide. Without it all of them.
         device (DEVICE): Where to train: auto, cpu, cuda, cuda:1, xpu ...
         store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered.
         out (DIR): Directory for the figures and the page.
@@ -128,17 +125,15 @@ def demo(
     """
     from rich.console import Console
 
-    from ebbtide.tools.demo import QUICK, DeadModeError, DemoConfig, parse_modes, run_demo
+    from ebbtide.tools.demo import QUICK, DeadModeError, DemoConfig, run_demo
     from ebbtide.tools.machine import parse_device
 
-    torch_device = parse_device(device)
     sizes = dict(QUICK) if quick else {}
     asked = {"resolution": resolution, "steps": steps}
     sizes |= {name: number for name, number in asked.items() if number is not None}
     config = DemoConfig(
-        batch_size=batch_size, modes=parse_modes(modes, torch_device), device=torch_device,
-        store=store, out=out, **sizes,
-    )  # fmt: skip
+        batch_size=batch_size, device=parse_device(device), store=store, out=out, **sizes
+    )
     try:
         same = run_demo(config, Console(stderr=True), as_json=json)
     except DeadModeError as error:
