@@ -20,7 +20,6 @@ import dataclasses
 import enum
 import functools
 import os
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -416,36 +415,6 @@ Loaders = tuple[Batches, dict[int, Batches], "DefaultDataProcessor"]
 INSTALL_NEURALOP = 'the Darcy loaders need neuraloperator: pip install "ebbtide[neuralop]"'
 
 
-def read_published(root: Path, split: Split, resolution: int, n_samples: int) -> DarcySamples:
-    """Read the first ``n_samples`` samples of a published file.
-
-    Raises:
-        ValueError: The file has fewer samples or does not hold a dict of ``x`` and ``y``.
-        OSError: The file is missing or cannot be read.
-    """
-    path = root / f"darcy_{split.name.lower()}_{resolution}.pt"
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        advice = "get it from Zenodo record 12784353, or leave out data_root to generate the data"
-        raise FileNotFoundError(error.errno, advice, str(path)) from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise OSError(f"{path} is damaged or was not written by torch.save: {error}") from error
-    if not isinstance(data, dict) or not all(torch.is_tensor(data.get(name)) for name in "xy"):
-        raise ValueError(f"{path} must hold a dict with the tensors 'x' and 'y'")
-    if len(data["x"]) < n_samples:
-        raise ValueError(f"{path} has {len(data['x'])} samples, not {n_samples}; ask for fewer")
-    return DarcySamples(*(_without_channel(data[name][:n_samples], path) for name in "xy"))
-
-
-def _without_channel(data: torch.Tensor, path: Path) -> torch.Tensor:
-    if data.ndim == 4 and data.shape[1] == 1:
-        data = data.squeeze(1)
-    if data.ndim != 3:
-        raise ValueError(f"{path} must hold one channel on a 2-D grid, got shape {data.shape}")
-    return data.to(torch.float32)
-
-
 # It has this many parameters because neuraloperator's function has them.
 def load_darcy_flow_small(
     n_train: int,
@@ -460,7 +429,6 @@ def load_darcy_flow_small(
     num_workers: int = 0,
     seed: int = 0,
     cache_dir: str | os.PathLike[str] | None = None,
-    data_root: str | os.PathLike[str] | None = None,
 ) -> Loaders:
     """Load Darcy flow data for neuraloperator, in the place of its function of the same name.
 
@@ -482,10 +450,6 @@ def load_darcy_flow_small(
         num_workers: Worker processes per loader.
         seed: Random seed of the samples.
         cache_dir: As for ``load_darcy``.
-        data_root: Directory of the published files (Zenodo record 12784353):
-            ``darcy_train_{resolution}.pt`` and ``darcy_test_{resolution}.pt``, each a dict of ``x``
-            and ``y``. The first samples of each are read, as float32, without rescaling. None:
-            samples are generated.
 
     Returns:
         ``(train_loader, test_loaders, data_processor)``: a loader, a dict from resolution to
@@ -493,7 +457,7 @@ def load_darcy_flow_small(
 
     Raises:
         ValueError: A count or resolution is out of range, or the lists differ in length.
-        OSError: The cache directory cannot be written to, or a published file is missing.
+        OSError: The cache directory cannot be written to.
         ImportError: neuraloperator is not installed.
 
     Shape:
@@ -513,11 +477,8 @@ def load_darcy_flow_small(
         raise ImportError(INSTALL_NEURALOP) from error
 
     def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
-        if data_root is None:
-            spec = DarcySpec(resolution, split=split, seed=seed)
-            samples = load_darcy(spec, n_samples, cache_dir=cache_dir)
-        else:
-            samples = read_published(Path(data_root), split, resolution, n_samples)
+        spec = DarcySpec(resolution, split=split, seed=seed)
+        samples = load_darcy(spec, n_samples, cache_dir=cache_dir)
         return TensorDataset(*(field.unsqueeze(1) for field in samples))
 
     def loader(data: TensorDataset, size: int) -> Batches:
