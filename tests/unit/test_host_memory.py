@@ -79,7 +79,7 @@ def test_every_page_is_touched_before_the_lock(
 
     if madvise != "the kernel's":
         monkeypatch.setattr(host_memory, "_MADVISE", refuse if madvise != "none" else None)
-    monkeypatch.setattr(host_memory, "_num_cores", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     device, locks = locking()
     resident: list[int] = []
     pin = device.pin

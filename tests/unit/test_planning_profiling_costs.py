@@ -47,9 +47,9 @@ class Counting(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = operator(*args, **kwargs)
-        work = count_flops(operator, args, kwargs, output)
-        self.matmul_flops += work.matmul_flops
-        self.fft_flops += work.fft_flops
+        matmul_flops, fft_flops = count_flops(operator, args, kwargs, output)
+        self.matmul_flops += matmul_flops
+        self.fft_flops += fft_flops
         self.traffic_bytes += count_traffic(operator, args, kwargs, output)
         self.seconds += operator_seconds(SLOW, operator, args, kwargs, output)
         return output

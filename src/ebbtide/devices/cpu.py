@@ -48,7 +48,7 @@ class CpuDevice(AbstractDevice):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None]:  # noqa: ARG002
-        return _nothing_to_unlock  # worker threads can copy from any memory
+        return lambda: None  # worker threads can copy from any memory
 
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
@@ -69,10 +69,6 @@ class CpuDevice(AbstractDevice):
     def finish_copies(self) -> None:
         for lane in (self._d2h, self._h2d):
             lane.submit(lambda: None).synchronize()
-
-
-def _nothing_to_unlock() -> None:
-    pass
 
 
 def _copy_in(

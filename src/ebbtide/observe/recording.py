@@ -17,7 +17,6 @@ from ebbtide.observe.owners import TensorOwners
 from ebbtide.observe.trace import Trace
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import EventListener, MemoryListener, Subject, TraceEvent
-from ebbtide.runtime.stats import Account
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 
@@ -241,11 +240,6 @@ def record_model(
     return Recording(device, owners, read, call_weakly(transfers.poll))
 
 
-def last_trace(account: Account) -> Trace:
-    """Return the trace of an account's last finished step, empty if none was recorded."""
-    return account.listener.trace if isinstance(account.listener, Recording) else Trace()
-
-
 def trace_of(engine: Engine) -> Trace:
     """Return the trace of the last finished step.
 
@@ -258,4 +252,5 @@ def trace_of(engine: Engine) -> Trace:
             "ebbtide.offload(model, trace=True)"
         )
     engine.settle()
-    return last_trace(engine.transfers.account)
+    listener = engine.transfers.account.listener
+    return listener.trace if isinstance(listener, Recording) else Trace()

@@ -219,7 +219,8 @@ def _share_with_children(mapping: mmap.mmap, shared: bool) -> None:
 def _touch(address: int, size_bytes: int) -> None:
     """Allocate the block's pages in parallel; page-locking would allocate them one by one."""
     page = mmap.PAGESIZE
-    num_threads = max(1, min(_TOUCH_THREADS, _num_cores(), size_bytes // _TOUCH_BYTES))
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = max(1, min(_TOUCH_THREADS, num_cores, size_bytes // _TOUCH_BYTES))
     share_bytes = -(-size_bytes // num_threads // page) * page
     threads = [
         threading.Thread(
@@ -241,10 +242,6 @@ def _populate(address: int, size_bytes: int) -> None:
         if ctypes.get_errno() != errno.EINVAL:
             return
     ctypes.memset(address, 0, size_bytes)  # ctypes releases the interpreter lock meanwhile
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 # ---- calls of the system -------------------------------------------------------------------------

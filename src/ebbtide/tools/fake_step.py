@@ -157,22 +157,9 @@ _LOOKS_UP: Final = frozenset(  # of the first argument only as much is read as c
 )
 
 
-class Work(NamedTuple):
-    """The arithmetic of one operator, by what it runs on.
-
-    Attributes:
-        matmul_flops: floating-point operations of matrix products, convolutions and attention.
-        fft_flops: those of FFTs.
-    """
-
-    matmul_flops: float = 0.0
-    fft_flops: float = 0.0
-
-
-_NO_WORK: Final = Work()
-
-
-def count_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Work:
+def count_flops(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> tuple[float, float]:
     """Return the arithmetic of one call of an operator.
 
     Args:
@@ -180,21 +167,24 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
         args: its positional arguments.
         kwargs: its other arguments.
         output: what it returned.
+
+    Returns:
+        Floating-point operations of matrix products, convolutions and attention, and those of FFTs.
     """
     packet = operator.overloadpacket
     if packet in _FFTS:
-        return Work(0.0, _fft_flops(packet, args[0], args[1], output))
+        return 0.0, _fft_flops(packet, args[0], args[1], output)
     if packet is aten.convolution_backward:
         forward = args[1], args[2], None, *args[4:10]
         one = flop_registry[aten.convolution](*forward, out_val=args[0])
-        return Work(one * sum(args[10][:2]))  # by input and by weight
+        return float(one * sum(args[10][:2])), 0.0  # by input and by weight
     known = _CPU_ATTENTION.get(packet, packet)
     if known not in flop_registry:
-        return _NO_WORK
+        return 0.0, 0.0
     flops = flop_registry[known](*args, **kwargs, out_val=output)
     if any(isinstance(each, Tensor) and each.is_complex() for each in args):
         flops *= _COMPLEX_FACTOR
-    return Work(flops * _attended(operator, args, kwargs))
+    return flops * _attended(operator, args, kwargs), 0.0
 
 
 def _attended(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
@@ -296,15 +286,15 @@ def operator_seconds(
     traffic_bytes = count_traffic(operator, args, kwargs, output)
     if not traffic_bytes:
         return 0.0
-    work = count_flops(operator, args, kwargs, output)
+    matmul_flops, fft_flops = count_flops(operator, args, kwargs, output)
     longest_s = traffic_bytes / hardware.device_memory_bytes_per_s
-    if work.matmul_flops:
+    if matmul_flops:
         dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
         # There is no figure for products of whole numbers.
         with contextlib.suppress(PolicyError):
-            longest_s = max(longest_s, work.matmul_flops / hardware.matmul_flops(dtype))
+            longest_s = max(longest_s, matmul_flops / hardware.matmul_flops(dtype))
     if hardware.fft_flops is not None:
-        longest_s = max(longest_s, work.fft_flops / hardware.fft_flops)
+        longest_s = max(longest_s, fft_flops / hardware.fft_flops)
     return longest_s
 
 

@@ -101,7 +101,8 @@ class RunOptions:
     def asks_for_something(self) -> bool:
         """Whether the user has said which modules, or where to, so that it can be wrong."""
         asked = (self.layers, self.weights, self.plan, self.host_budget, self.store != "auto")
-        return any(asked) or _but_for_sizes(self.activations) != ActivationPolicy()
+        policy = dataclasses.replace(self.activations, min_bytes=DEFAULT_MIN_BYTES)
+        return any(asked) or policy != ActivationPolicy()
 
     @property
     def is_planned(self) -> bool:
@@ -136,10 +137,6 @@ class RunOptions:
         if self.budget is None:
             return None
         return parse_budget_bytes(self.budget, memory_of(device).total_bytes)
-
-
-def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
-    return dataclasses.replace(policy, min_bytes=DEFAULT_MIN_BYTES)
 
 
 # ---- Tells of the outermost calls of modules that autograd records, before they begin ----

@@ -127,6 +127,7 @@ def read_machine(torch_device: torch.device, directory: Path) -> MachineFacts:
         on_device["num_accelerators"] = torch.accelerator.device_count()
         name = str(module.get_device_name(torch_device))
     is_linux = sys.platform == "linux"
+    memlock = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)[0] if is_linux else None
     return MachineFacts(
         cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1,
@@ -136,7 +137,7 @@ def read_machine(torch_device: torch.device, directory: Path) -> MachineFacts:
         total_ram_bytes=total_bytes,
         free_ram_bytes=free_bytes,
         limited_by_group=group is not None,
-        memlock_bytes=_memlock() if is_linux else None,
+        memlock_bytes=None if memlock in (None, psutil.RLIM_INFINITY) else memlock,
         store=str(directory),
         store_filesystem=_filesystem(directory),
         store_free_bytes=shutil.disk_usage(directory).free if directory.is_dir() else None,
@@ -164,8 +165,3 @@ def _filesystem(path: Path) -> str | None:
     # Of two mounts at one point, the later hides the earlier.
     around.sort(key=lambda each: len(Path(each.mountpoint).parts))
     return (around[-1].fstype.lower() or None) if around else None
-
-
-def _memlock() -> int | None:
-    limit, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
-    return None if limit == psutil.RLIM_INFINITY else int(limit)

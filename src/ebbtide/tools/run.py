@@ -24,7 +24,7 @@ import ebbtide.api
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import RUN_FORMAT, RUN_VERSION, RunRecord, as_document
-from ebbtide.runtime.stats import StepStats, describe_fates
+from ebbtide.runtime.stats import describe_fates
 from ebbtide.stores.measured_memory import resident_peak_bytes
 from ebbtide.tools.exit_codes import ExitCode, in_options
 from ebbtide.tools.found_models import (
@@ -360,7 +360,8 @@ class RunSession:
             elif self._options.is_planned:
                 none = "none until other models have theirs" if model.waits_for_turn else "none"
                 yield "plan", f"{none}; all that can leave does"
-            yield "last step", _describe_step(last)
+            done = describe_fates(last) or "nothing was saved"
+            yield "last step", f"{done}; waited {last.stall_s:.3f} s for copies"
             left_bytes = last.offloaded_bytes + last.rebuilt_bytes + last.recomputed_bytes
             if plan is None and not left_bytes + last.weight_reload_bytes:
                 yield "why", f"nothing was saved that {_MAY_LEAVE}"
@@ -380,11 +381,6 @@ class RunSession:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             self._print(f"ebbtide run: {path} could not be written: {error}")
-
-
-def _describe_step(step: StepStats) -> str:
-    done = describe_fates(step) or "nothing was saved"
-    return f"{done}; waited {step.stall_s:.3f} s for copies"
 
 
 def _model_entry(model: FoundModel) -> dict[str, Any]:

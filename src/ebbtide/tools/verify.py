@@ -665,7 +665,8 @@ class Trial:
                 f"{type(model).__name__} has no parameters, so nothing can be trained"
             )
         self.device = device
-        self._inputs = [leaf for leaf in tree_leaves(self.batch) if _wants_gradient(leaf)]
+        given = (leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor))
+        self._inputs = [leaf for leaf in given if leaf.is_leaf and leaf.requires_grad]
         self._gradients = [(t, t.grad) for t in [*model.parameters(), *self._inputs]]
         tensors = [*model.parameters(), *model.buffers()]
         self._tensors = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
@@ -794,10 +795,6 @@ def random_states(device: torch.device) -> Values:
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-
-
-def _wants_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
