@@ -152,6 +152,27 @@ def test_step_takes_over_what_the_worker_has_not_begun(
     handle.detach()
 
 
+def test_muon_steps_matrices_ahead() -> None:
+    model, plain = make(), make()
+    for net in (model, plain):
+        for layer in net:
+            layer[0].bias = None
+    optimizer: Any = torch.optim.Muon(model.parameters(), lr=1e-2)
+    handle = ebbtide.offload(model)
+    optimizer = handle.overlap(optimizer, max_norm=0.1, shadow_budget=ROOM)
+    reference = torch.optim.Muon(plain.parameters(), lr=1e-2)
+    for x, by in zip(batches(6), (1.0, 1.0, 1.0, 100.0, 1.0, 1.0), strict=True):
+        step(model, optimizer, x, by)
+        reference.zero_grad()
+        (plain(x).square().mean() * by).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        reference.step()
+        assert_same(model, plain, optimizer, reference)
+    assert optimizer.overlap.num_overlapped >= 3
+    assert optimizer.overlap.num_clipped >= 1
+    handle.detach()
+
+
 def test_nothing_steps_ahead_on_the_cores_of_backward() -> None:
     model, optimizer, handle = overlapped(shadow_budget=None)
     for x in batches(3):

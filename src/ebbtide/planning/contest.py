@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
@@ -243,7 +244,6 @@ class Contest:
         bounds: the bounds on bytes in flight to choose from.
         uses: the memory that layers save.
         best: the best plan so far; None before the first.
-        num_predictions: how many plans were predicted.
     """
 
     def __init__(
@@ -265,20 +265,17 @@ class Contest:
             self.bounds = (*self.bounds, BY_PASS)
         self._ends_s = None if limit_s is None else time.monotonic() + limit_s
         self.best: Contestant | None = None
-        self.num_predictions = 0
         self.predictor = predictor
 
     def enter(self, choices: Choices) -> Contestant:
         """Predict a plan; it becomes the best one if it beats that."""
         plan = choices.plan(self.uses, self.resting)
         prediction = self.predictor.predict(plan)
-        self.num_predictions += 1
         if plan.windows:
             peaks, room_bytes = prediction.peak_by_position, self.budget.device_bytes
             plan = open_windows(plan, self.profile, self.uses, peaks, room_bytes)
             if any(plan.windows):
                 prediction = self.predictor.predict(plan)
-                self.num_predictions += 1
         excess_bytes = self.budget.excess_bytes(prediction)
         score = Score(excess_bytes, prediction.step_s, prediction.peak_bytes)
         contestant = Contestant(choices, plan, prediction, score)
@@ -335,31 +332,10 @@ def busy_s(profile: StepProfile) -> float:
     return outside_s + sum(layer.forward_s + layer.backward_s for layer in profile.layers)
 
 
-# ---- Improves a plan by changing one layer or one storage at a time ----
+# ---- Changes of one layer or one storage ----
 
 MOST_WORK: Final = 20_000
 """Number of layers that are looked at in all, over all predictions; it takes about a second."""
-
-
-def improve(contest: Contest, most_work: int = MOST_WORK) -> None:
-    """Change the best plan as long as one change makes it better.
-
-    Args:
-        contest: predicts the changed plans. Its best plan is changed.
-        most_work: predictions end when they have looked at this many layers.
-    """
-    most = contest.num_predictions + most_work // len(contest.profile.layers)
-    improved = True
-    while improved and contest.num_predictions < most:
-        improved = False
-        assert contest.best is not None
-        for change in changes(contest):
-            if contest.num_predictions >= most or contest.is_late:
-                return
-            before = contest.best
-            changed = before.choices.copy()
-            if apply_change(change, changed) and contest.enter(changed) is contest.best:
-                improved = True
 
 
 Change = tuple[int | None, bool, tuple[tuple[int, Decision], ...], int | None]
@@ -388,9 +364,7 @@ def changes(contest: Contest) -> Iterator[Change]:
     for bound_bytes in contest.bounds:
         yield None, False, (), bound_bytes
     uses = contest.uses
-    for index in _inside_out(len(contest.profile.layers)):
-        pieces = uses.saves[index]
-        source = uses.inputs[index]
+    for index, (pieces, source) in enumerate(zip(uses.saves, uses.inputs, strict=True)):
         for decision in (Decision.KEEP, Decision.OFFLOAD):
             yield index, False, tuple((piece, decision) for piece in pieces), None
             if any(uses.memories[piece].sources for piece in pieces):
@@ -407,23 +381,15 @@ def changes(contest: Contest) -> Iterator[Change]:
                     yield index, False, ((piece, decision),), None
 
 
-def _inside_out(count: int) -> list[int]:
-    """Return the numbers of layers so that the first ones are spread evenly over the step.
-
-    They go by their largest factor that is a power of two: 0, then 8, then 4 and 12, ...
-    """
-    return sorted(range(count), key=lambda index: -(index & -index) if index else -2 * count)
-
-
-# ---- Takes back what a plan offloads or recomputes without need ----
+# ---- Takes back what a plan offloads without need ----
 
 
 def spare(contest: Contest, best: Contestant) -> Contestant:
     """Keep what a plan moves although it fits and takes no longer without.
 
     A prediction counts no work of the host for a copy, nor bandwidth of the memory. So of two plans
-    that are predicted to take the same time, the one that moves less is the better one. What the
-    last layers save is needed again first, so they are the first to keep it.
+    that are predicted to take the same time, the one that moves less is the better one. What cannot
+    stay as a whole is halved. What the last layers save is needed again first, so it is the first.
 
     Args:
         contest: predicts the plans.
@@ -432,45 +398,19 @@ def spare(contest: Contest, best: Contestant) -> Contestant:
     Returns:
         The plan that moves least of those that were looked at.
     """
-    most = MOST_WORK // len(contest.profile.layers)
-    moving = [
-        index
-        for index in reversed(range(len(contest.profile.layers)))
-        if best.choices.recomputed[index] or _offloaded(contest, best.choices, index)
+    pieces = [
+        number for number, each in enumerate(best.choices.decisions) if each is Decision.OFFLOAD
     ]
-    few = len(moving) <= most
-    fewest, too_many = 0, len(moving) + 1  # layers that need not move anything, and that must
-    while too_many - fewest > 1:
-        count = fewest + 1 if few else (fewest + too_many) // 2
-        spared = _better(contest, best, _without(contest, best.choices, moving[:count]))
-        fewest, too_many = (count, too_many) if spared is not best or few else (fewest, count)
-        best = spared
-    moved = [i for i, each in enumerate(best.choices.decisions) if each is Decision.OFFLOAD]
-    for piece in moved if len(moved) <= most else ():  # a few pieces of many make no difference
-        changed = best.choices.copy()
-        changed.decisions[piece] = Decision.KEEP
-        best = _better(contest, best, changed)
-    return best
-
-
-def _better(contest: Contest, best: Contestant, changed: Choices) -> Contestant:
-    if contest.is_late:
-        return best
-    other = contest.enter(changed)
-    fits = not other.score.excess_bytes and other.score.step_s <= best.score.step_s
-    return other if fits else best
-
-
-def _offloaded(contest: Contest, choices: Choices, index: int) -> list[int]:
-    pieces = contest.uses.saves[index]
-    return [piece for piece in pieces if choices.decisions[piece] is Decision.OFFLOAD]
-
-
-def _without(contest: Contest, choices: Choices, layers: Sequence[int]) -> Choices:
-    """Return choices in which some layers run as they are and keep what they had offloaded."""
-    changed = choices.copy()
-    for index in layers:
-        changed.recomputed[index] = False
-        for piece in _offloaded(contest, changed, index):
+    groups = deque([pieces[::-1]])
+    for _ in range(MOST_WORK // len(contest.profile.layers)):
+        if not groups or contest.is_late:
+            break
+        group, changed = groups.popleft(), best.choices.copy()
+        for piece in group:
             changed.decisions[piece] = Decision.KEEP
-    return changed
+        other = contest.enter(changed)
+        if not other.score.excess_bytes and other.score.step_s <= best.score.step_s:
+            best = other
+        elif len(group) > 1:
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+    return best

@@ -14,6 +14,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.planning.contest import (
     BY_PASS,
     MOST_WORK,
+    Change,
     Contest,
     Contestant,
     Score,
@@ -21,7 +22,6 @@ from ebbtide.planning.contest import (
     busy_s,
     changes,
     choices_of,
-    improve,
     keep_all,
     offload_first,
     rounded,
@@ -50,29 +50,28 @@ _PENALTY: Final = (
 )
 
 
-def anneal(contest: Contest, most_work: int = 2 * MOST_WORK) -> None:
+def anneal(contest: Contest) -> None:
     """Change plans at random (simulated annealing). The same contest gives the same plans.
 
     Args:
         contest: predicts the changed plans. Its best plan is the first.
-        most_work: predictions end when they have looked at this many layers.
     """
     assert contest.best is not None
     choose = random.Random(0)
-    current, first_s = contest.best, contest.best.score.step_s
+    current, first_s = contest.best, contest.best.score.step_s or 1.0
     limit_bytes = max(1, contest.budget.device_bytes)
 
     def badness(score: Score) -> float:
         return score.step_s / first_s + _PENALTY * score.excess_bytes / limit_bytes
 
-    tries = most_work // len(contest.profile.layers) if first_s else 0
-    known = list(changes(contest))
+    tries = 2 * MOST_WORK // len(contest.profile.layers)
+    known, left = list(changes(contest)), list[Change]()
     for done in range(tries):
         if contest.is_late:
             return
         temperature = _HOT * (_COLD / _HOT) ** (done / tries)
-        changed = current.choices.copy()
-        if not apply_change(choose.choice(known), changed):
+        changed, left = current.choices.copy(), left or choose.sample(known, len(known))
+        if not apply_change(left.pop(), changed):
             continue
         entered = contest.enter(changed)
         worse = badness(entered.score) - badness(current.score)
@@ -87,9 +86,9 @@ def anneal(contest: Contest, most_work: int = 2 * MOST_WORK) -> None:
 # programme knows less of memory than the prediction does, so it is solved again with a smaller
 # budget until the plan fits. On an accelerator, plans with windows instead of one bound in flight
 # are tried first. In steps of hundreds of layers most of the time goes into solving it, so the
-# fractions that gave the bound are rounded first. Single changes then improve the plan. The plans
-# that people make by hand take part as well, so the result is never worse than the best of those
-# that were predicted. In short steps, random changes follow.
+# fractions that gave the bound are rounded first. The plans that people make by hand take part as
+# well, so the result is never worse than the best of those that were predicted. In steps that are
+# not long, random changes then improve the plan.
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
@@ -203,7 +202,8 @@ def _best_placement(
     # The fastest may have been found with luck; the one with the least bound may still get there.
     fastest = min(fitting, key=lambda each: each[0].fitting_s)
     for contest, near_s in dict.fromkeys([fastest, fitting[0]]):
-        _improve(contest, near_s)
+        if not _is_long(contest.profile) and not _is_close(contest, near_s):
+            anneal(contest)
     return min((contest for contest, _ in fitting), key=lambda each: each.fitting_s)
 
 
@@ -289,15 +289,6 @@ def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -
         _enter_guided(contest, hardware, bound_s)
     if contest.fitting_s > bound_s * (1 + _SAME):
         _enter_simple(contest)
-
-
-def _improve(contest: Contest, bound_s: float) -> None:
-    """Change the best plan for the better."""
-    if not _is_long(contest.profile) and not _is_close(contest, bound_s):
-        improve(contest)
-    if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
-        anneal(contest)
-        improve(contest)
 
 
 def _has_windows(profile: StepProfile, hardware: Hardware) -> bool:
@@ -455,7 +446,7 @@ def _most_frugal(contest: Contest) -> Contestant:
     )
     for _, plan in rule_plans(contest.profile):
         frugal.enter(choices_of(plan, contest.uses))
-    improve(frugal)
+    anneal(frugal)
     assert frugal.best is not None
     return frugal.best
 
