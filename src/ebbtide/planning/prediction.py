@@ -302,50 +302,10 @@ class CopyQueues:
         self._now_s = limit_s
 
 
-# ---- A record of a predicted step: its passes, its copies, and what memory is used for ----
+# ---- A record of a predicted step: its passes and its copies ----
 
 DOWN: Final = "d2h"
 UP: Final = "h2d"
-
-
-class MemoryParts(NamedTuple):
-    """What device memory is used for during a pass, in bytes. The parts add up to all of it.
-
-    Attributes:
-        parameters_bytes: weights, gradients and optimizer state of layers, as far as they are on
-            the device; gradients under way to the host included.
-        fixed_bytes: what is there throughout the step and belongs to no layer.
-        saved_bytes: what layers saved and is there.
-        leaving_bytes: that part of what layers saved which is there because its copy down has not
-            been completed.
-        returning_bytes: that part which was reloaded, or is being reloaded.
-        working_bytes: what the pass needs beside that, at its peak.
-    """
-
-    parameters_bytes: int
-    fixed_bytes: int
-    saved_bytes: int
-    leaving_bytes: int
-    returning_bytes: int
-    working_bytes: int
-
-
-class PassRecord(NamedTuple):
-    """One pass of the step.
-
-    Attributes:
-        what: ``"forward"``, ``"loss"`` or ``"backward"``.
-        layer: index of the layer; None for the loss.
-        begin_s: when it begins, after its waits.
-        end_s: when it ends.
-        memory: what memory is used for.
-    """
-
-    what: str
-    layer: int | None
-    begin_s: float
-    end_s: float
-    memory: MemoryParts
 
 
 @final
@@ -353,11 +313,11 @@ class StepRecord:
     """What happens in a predicted step, in order.
 
     Attributes:
-        passes: the passes, the loss between them.
+        passes: the forward and backward passes of layers, the loss between them.
     """
 
     def __init__(self) -> None:
-        self.passes: list[PassRecord] = []
+        self.passes: list[TraceEvent] = []
         self._noted: list[TraceEvent] = []
         self._copies: list[tuple[str, int, int, Copy]] = []
 
@@ -379,9 +339,7 @@ class StepRecord:
 
     def events(self) -> Iterator[TraceEvent]:
         """Yield the events of the step, as a trace has them. The loss is none."""
-        for each in self.passes:
-            if each.layer is not None:
-                yield TraceEvent(each.what, "compute", each.begin_s, each.end_s, each.layer)
+        yield from (each for each in self.passes if each.layer is not None)
         yield from self._noted
         free_s = {DOWN: 0.0, UP: 0.0}  # copies of a lane run one after the other
         last_s = self.passes[-1].end_s
@@ -598,28 +556,16 @@ class _Run:
         self.peaks.append(self._resident_bytes + working_bytes)
         if self._record is None:
             return
-        profile, recompute_s = self._profile, 0.0
-        duration_s = profile.loss_s
-        if index is not None:
-            layer = profile.layers[index]
-            duration_s = layer.forward_s if what == "forward" else layer.backward_s
-            if what == "backward" and self._plan.layers[index].mode is not LayerMode.AS_IS:
-                recompute_s = layer.second_forward_s
-        saved_bytes = sum(self._sizes[piece] for piece in self._there)
-        decisions = self._uses.decisions
-        back = self._there & {*self._in_use, *self._on_way_up} - self._copying
-        returned = [piece for piece in back if decisions[piece] is Decision.OFFLOAD]
-        parts = MemoryParts(
-            parameters_bytes=self._resident_bytes - saved_bytes - profile.fixed_bytes,
-            fixed_bytes=profile.fixed_bytes,
-            saved_bytes=saved_bytes,
-            leaving_bytes=sum(self._sizes[piece] for piece in self._copying),
-            returning_bytes=sum(self._sizes[piece] for piece in returned),
-            working_bytes=working_bytes,
-        )
-        begin_s, again_s = self._now_s, self._now_s + recompute_s
-        self._record.note("recompute", begin_s, again_s, index)
-        self._record.passes.append(PassRecord(what, index, begin_s, again_s + duration_s, parts))
+        end_s = self._now_s
+        if index is None:
+            end_s += self._profile.loss_s
+        else:
+            layer, mode = self._profile.layers[index], self._plan.layers[index].mode
+            if what == "backward" and mode is not LayerMode.AS_IS:
+                end_s += layer.second_forward_s
+                self._record.note("recompute", self._now_s, end_s, index)
+            end_s += layer.forward_s if what == "forward" else layer.backward_s
+        self._record.passes.append(TraceEvent(what, "compute", self._now_s, end_s, index))
 
     def _forward_bytes(self, index: int, layer: LayerProfile, as_is: bool) -> int:
         """Return what a forward pass needs beside what is resident."""
