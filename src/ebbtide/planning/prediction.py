@@ -804,10 +804,10 @@ class _Run:
                     continue
                 shadow_bytes += layer.shadow_bytes
                 if begin_s < self._now_s:
-                    byte_s = layer.host_update_s / layer.update_bytes
-                    free_s = begin_s + byte_s * layer.ahead_bytes
+                    took_s = layer.host_update_s * layer.ahead_bytes / layer.update_bytes
+                    free_s = begin_s + took_s
                     left_s -= (1 - ahead.twice_share) * layer.host_update_s
-                    left_s += byte_s * 2 * layer.gradient_bytes
+                    left_s += layer.commit_s
                     if self._record is not None:
                         self._record.note("step", begin_s, free_s, index, "cpu_optimizer")
         self._now_s = max(free_s, self._now_s) + left_s

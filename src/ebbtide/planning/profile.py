@@ -160,6 +160,12 @@ class LayerProfile:
         """Bytes that an update inside backward reads and writes: it fills shadows first."""
         return self.update_bytes + 2 * self.shadow_bytes
 
+    @property
+    def commit_s(self) -> float:
+        """Seconds in which the host copies the new weights from their shadows."""
+        bytes_s = 2 * self.gradient_bytes * self.host_update_s
+        return bytes_s / self.update_bytes if self.update_bytes else 0.0
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

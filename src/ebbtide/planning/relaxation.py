@@ -422,7 +422,7 @@ class _Programme:
         self._rests: list[Terms] = [{} for _ in layers]  # fraction on the host
         self._h: list[tuple[int, int]] = []  # variables, and the bytes that they place
         away: Terms = {}
-        self._updates: Terms = {}  # ms
+        self._updates, self._commits = dict[int, float](), dict[int, float]()  # ms
         for owned in self._profile.weight_owners().values():
             size_bytes = sum(layers[index].parameter_bytes for index in owned)
             if self._resting is None:
@@ -434,6 +434,8 @@ class _Programme:
             away = _plus(away, _times(size_bytes / _MB, fraction))
             update_ms = sum(layers[index].host_update_s for index in owned) / _MS
             self._updates = _plus(self._updates, _times(update_ms, fraction))
+            commit_ms = sum(layers[index].commit_s for index in owned) / _MS
+            self._commits = _plus(self._commits, _times(commit_ms, fraction))
             for index in owned:
                 self._rests[index] = fraction
         resident = self._profile.fixed_bytes + sum(layer.parameter_bytes for layer in layers)
@@ -615,6 +617,7 @@ class _Programme:
         if self._updates:
             after = {self._variable(1.0): -1.0}
             self._at_most(self._updates, _times(-1, hidden), after)
+            self._at_most(self._commits, after)
 
     def _fits(self, *parts: Mapping[int, float]) -> None:
         self._at_most(*parts, self._resident, {ONE: -self._budget.device_bytes / _MB})
