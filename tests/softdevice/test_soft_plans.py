@@ -77,7 +77,7 @@ def test_a_plan_needs_no_more_than_predicted(rule: str, order: str, device: torc
         slow = dataclasses.replace(hardware, **dict.fromkeys(figures, 1e9))
         timing = CautiousTiming(profile, slow, 1.0)
         least_bytes = timing.predict(find_frugal(profile, slow, timing)).peak_bytes
-        plan = search(profile, slow, PlanBudget(device_bytes=least_bytes * 5 // 4), timing)
+        plan = search(profile, slow, PlanBudget(device_bytes=least_bytes * 6 // 4), timing)
         assert plan.windows
     else:
         plan = dict(rule_plans(profile))[rule]
