@@ -221,7 +221,10 @@ def render_timeline(events: Sequence[TraceEvent], width: int) -> str:
 
 
 def _draw(name: str, events: Sequence[TraceEvent], axis: _Axis) -> str:
-    """Draw a row of blocks. Waits are drawn only in the row of their own."""
+    """Draw a row of blocks. Waits are drawn in the row of their own, and leave a gap in others."""
+    if name != "wait":  # a gap of less than a column would hide what is beside it
+        column_s = axis.whole_s / axis.columns
+        events = [each for each in events if each.what != "wait" or each.duration_s >= column_s]
     row = ""
     for number, run in itertools.groupby(axis.paint(events, least=1)):
         room = len(list(run))
@@ -305,8 +308,8 @@ _ROW_INCHES: Final = 0.42
 _AROUND_INCHES: Final = 1.25  # height of title, axis and legend
 _BAR: Final = 0.8  # of the height of a row
 _LABEL_POINTS: Final = 7.5
-_CHARACTER: Final = 0.62  # width of a digit divided by the font size
-_EDGED_POINTS: Final = 3.0  # a narrower block gets no white edge, which would hide it
+_CHARACTER: Final = 0.0062  # width of a digit, as a share of that of the lanes
+_EDGED: Final = 0.004  # likewise; a narrower block gets no white edge, which would hide it
 
 
 def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
@@ -347,13 +350,10 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
     axes.xaxis.set_major_formatter(lambda time_s, _: f"{time_s * axis.per_s:.10g}")
     axes.set_title(f"Timeline: {', '.join(axis.describe(events))}", loc="left", fontsize=11)
     _draw_kinds(figure, {event.what for here in rows.values() for event in here})
-    figure.draw_without_rendering()  # lays out the figure; only then is the width of a block known
-    points = axes.get_window_extent().width / figure.dpi * 72
-    points_per_s = points / (axis.whole_s + 2 * margin_s)
     column_s = axis.whole_s / axis.columns
     for place, (name, here) in enumerate(rows.items()):
         if name == "release":
-            _draw_releases(axes, place, here, axis.end_s, points_per_s)
+            _draw_releases(axes, place, here, axis)
             continue
         tracks = place_side_by_side(here)
         height = _BAR / (max(tracks) + 1)
@@ -366,7 +366,7 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
                     begin_s = axis.begin_s + begin * column_s
                     blocks.append((inside[number], begin_s, (column - begin) * column_s))
             top = place - _BAR / 2 + track * height
-            _draw_blocks(axes, (top, height), blocks, points_per_s)
+            _draw_blocks(axes, (top, height), blocks, axis.whole_s)
     return figure
 
 
@@ -391,7 +391,7 @@ def _draw_blocks(
     axes: Any,
     band: tuple[float, float],
     blocks: Sequence[tuple[TraceEvent, float, float]],
-    points_per_s: float,
+    whole_s: float,
 ) -> None:
     """Draw the blocks of a track, and in the middle of an event's longest one its label.
 
@@ -399,43 +399,34 @@ def _draw_blocks(
         axes: where to draw.
         band: top and height of the track.
         blocks: events, and begin and duration of what is visible of them.
-        points_per_s: width of a second.
+        whole_s: duration of the trace.
     """
     faces = [_colour(event.what) for event, _, _ in blocks]
     edges = [
-        "white" if duration_s * points_per_s >= _EDGED_POINTS else face
+        "white" if duration_s >= _EDGED * whole_s else face
         for (_, _, duration_s), face in zip(blocks, faces, strict=True)
     ]
     spans = [(begin_s, duration_s) for _, begin_s, duration_s in blocks]
     axes.broken_barh(spans, band, facecolors=faces, edgecolors=edges, linewidth=0.6)
     longest = {id(block[0]): block for block in sorted(blocks, key=lambda block: block[2])}
     for event, begin_s, duration_s in longest.values():
-        label = _short_label(event)
-        texts = [label, label.replace(".", "\n")] if band[1] == _BAR else [label]
-        fits = (text for text in texts if _width_points(text) + 2 <= duration_s * points_per_s)
-        if text := next(fits, ""):
+        if len(label := _short_label(event)) * _CHARACTER * whole_s <= duration_s:
             at = begin_s + duration_s / 2, band[0] + band[1] / 2
-            _write(axes, at, text, ha="center", color="white" if event.what in _DARK else _INK)
-
-
-def _width_points(text: str) -> float:
-    return _CHARACTER * _LABEL_POINTS * max(map(len, text.split("\n")))
+            _write(axes, at, label, ha="center", color="white" if event.what in _DARK else _INK)
 
 
 def _write(axes: Any, at: tuple[float, float], text: str, **style: Any) -> None:
-    axes.text(*at, text, va="center_baseline", fontsize=_LABEL_POINTS, linespacing=1.0, **style)
+    axes.text(*at, text, va="center_baseline", fontsize=_LABEL_POINTS, **style)
 
 
-def _draw_releases(
-    axes: Any, place: int, events: Sequence[TraceEvent], end_s: float, points_per_s: float
-) -> None:
+def _draw_releases(axes: Any, place: int, events: Sequence[TraceEvent], axis: _Axis) -> None:
     """Draw a triangle at each release, with a label to its right if there is room for it."""
     labels: dict[float, dict[str, None]] = defaultdict(dict)  # one label for one moment
     for event in events:
         labels[event.begin_s][_short_label(event)] = None
     times_s = list(labels)
     axes.plot(times_s, [place] * len(times_s), "v", color=_INK, markersize=5, markeredgewidth=0)
-    for begin_s, next_s in zip(times_s, [*times_s[1:], end_s], strict=True):
+    for begin_s, next_s in zip(times_s, [*times_s[1:], axis.end_s], strict=True):
         text = ", ".join(labels[begin_s])
-        if _width_points(text) + 8 <= (next_s - begin_s) * points_per_s:
-            _write(axes, (begin_s + 4 / points_per_s, place), text, color=_INK)
+        if (len(text) + 2) * _CHARACTER * axis.whole_s <= next_s - begin_s:
+            _write(axes, (begin_s + _CHARACTER * axis.whole_s, place), text, color=_INK)
