@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ebbtide.devices.device import Origin
+from ebbtide.devices.device import Layer, Origin
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.handles import StorageRecord
@@ -171,23 +171,35 @@ class Inspection:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def inspect_engine(engine: Engine) -> Inspection:
-    """Report each storage's fate in the last step of an engine, and what is in flight now.
+def inspect(
+    activations: Activations,
+    weights: AbstractWeights | None = None,
+    recomputed: Callable[[], Iterable[RecomputedLayer]] = tuple,
+) -> Inspection:
+    """Report what is offloaded from a model.
 
-    If steps are traced, its times are the device's, and reading them waits until the device has
-    finished the step.
+    Args:
+        activations: the model's activations.
+        weights: the model's offloaded weights, if any.
+        recomputed: returns the recomputed layers of the last finished step.
+
+    Returns:
+        The report on the last finished step. If steps are traced, its times are the device's, and
+        reading them waits until the device has finished the step.
     """
+    transfers = activations.transfers
+    transfers.settle()
+    origin = transfers.account.last_origin
+    storages = tuple(_inspect_storage(record, origin) for record in activations.saved())
+    in_flight = _look_at_flight(activations, weights)
+    return Inspection(storages, _inspect_parameters(weights), in_flight, tuple(recomputed()))
+
+
+def inspect_engine(engine: Engine) -> Inspection:
+    """Report each storage's fate in the last step of an engine, and what is in flight now."""
     engine.settle()
     weights = engine.weights if isinstance(engine.weights, AbstractWeights) else None
-    activations = engine.activations
-    activations.transfers.settle()
-    origin = activations.transfers.account.last_origin
-    return Inspection(
-        storages=tuple(_inspect_storage(record, origin) for record in activations.saved()),
-        parameters=_inspect_parameters(weights),
-        in_flight=_look_at_flight(activations, weights),
-        recomputed=tuple(engine.recomputations.calls()),
-    )
+    return inspect(engine.activations, weights, engine.recomputations.calls)
 
 
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:
@@ -197,7 +209,7 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         del numbers[0]  # its own
     times = {what: event.since(origin) for what, event in record.copies if origin is not None}
     return InspectedStorage(
-        layer=layer and layer.index,
+        layer=None if layer is None else layer.index,
         name="" if layer is None else layer.name,
         microbatch=record.microbatch,
         number=record.number,
@@ -205,9 +217,7 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         moved_bytes=record.size_bytes if record.tier else 0,
         decision=record.decision.value,
         tier=record.tier or ("device" if record.decision.value == "keep" else "-"),
-        rebuilt_from=tuple(
-            (each.layer and each.layer.index, each.number) for each in record.rebuilt_from
-        ),
+        rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
         saves=record.saves,
         shared_by=tuple(place if place >= 0 else None for place, _ in numbers),
         shared_as=tuple(number for _, number in numbers),
@@ -217,6 +227,10 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         dtype=str(record.dtype).removeprefix("torch."),
         saved_by=re.sub(r"(Backward)?\d*$", "", record.saved_by),
     )
+
+
+def _index(layer: Layer | None) -> int | None:
+    return None if layer is None else layer.index
 
 
 def _inspect_parameters(weights: AbstractWeights | None) -> tuple[InspectedParameter, ...]:
