@@ -402,8 +402,8 @@ class BudgetStudy:
         owed_bytes = self._note_begin(watch.begin_bytes)
         self._predict_now()
         self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
-        there_bytes = self._weight_bytes_there
-        self._end_peak_bytes = max(0, watch.end_peak_bytes + owed_bytes - there_bytes)
+        # By then, weights that came have gradients there, and the optimizer has given them state.
+        self._end_peak_bytes = max(0, watch.end_peak_bytes - self._weight_bytes_there)
 
     def _predict_measured(self) -> Prediction:
         """Predict a step whose memory is measured: on an accelerator, it awaits its copies."""
