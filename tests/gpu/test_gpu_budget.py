@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import gc
-import random
 import warnings
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.runtime import module_state as forward_state
 from ebbtide.stores import DeviceMemory
 from gpu_bench import batch, mean_square, needs_accelerator, orders, tower
 from zoo import Snapshot, assert_bitwise_equal
@@ -178,10 +172,7 @@ def test_blocks_in_sizes_that_fit_nowhere_change_no_plan(
 def test_a_device_with_less_than_the_budget_is_trained_on(
     model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
 ) -> None:
-    """Steps that run out of memory change no parameter; repeated, they fit, and go on to fit.
-
-    A forward that fails is repeated by itself, so the loop may see no failure.
-    """
+    """Steps that run out of memory change no parameter; later ones fit, and go on to fit."""
     expected, plain_bytes = plain_step(model, x, memory)
     limit_bytes = int(0.8 * plain_bytes)
     module = torch.get_device_module(device)
@@ -225,86 +216,3 @@ def test_a_device_with_too_little_for_any_plan_says_so_and_goes_on_when_it_has_m
         for _ in range(MOST_STEPS):
             assert_bitwise_equal(take(model, x), expected)
         assert settled(handle.plan)
-
-
-class Remembering(nn.Module):
-    """Its forward draws random numbers and remembers things; the first ones run out of memory."""
-
-    def __init__(self, inner: nn.Module, failures: list[str], in_place: bool = False) -> None:
-        super().__init__()
-        self.inner = inner
-        self.norm = nn.BatchNorm1d(256)
-        self.num_calls = 0
-        self.means: list[float] = []
-        # Not the list, which would be put back: what a forward does through methods is not known.
-        self._num_failures, self._fail = failures.__len__, failures.pop
-        self._in_place = in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        self.means.append(random.random() + np.random.rand())
-        x = nn.functional.dropout(x.add_(1) if self._in_place else x, 0.1)
-        x = self.norm(self.inner(x)) * self.means[-1]
-        if self._num_failures() and not isinstance(x, FakeTensor):  # not while it is profiled
-            self._fail()
-            torch.empty(2**50, dtype=torch.uint8, device=x.device)
-        return x
-
-
-def remembering(
-    model: nn.Module, failures: list[str], device: torch.device, *, in_place: bool = False
-) -> Remembering:
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    return Remembering(copy.deepcopy(model), failures, in_place).to(device)
-
-
-@contextlib.contextmanager
-def short_of_memory(model: nn.Module, budget_bytes: int) -> Iterator[ebbtide.OffloadHandle]:
-    """Offload within a budget; in the block, the device runs out of memory."""
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        with ebbtide.offload(model, budget=budget_bytes, activations=EVERYTHING) as handle:
-            yield handle
-    assert [str(each.message).endswith("[ebbtide: out-of-memory]") for each in given] == [True]
-
-
-def test_a_forward_that_runs_out_of_memory_before_the_plan_has_settled_is_repeated(
-    model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
-) -> None:
-    _, plain_bytes = plain_step(model, x, memory)
-    plain = remembering(model, [], device)
-    expected = [take(plain, x) for _ in range(STEPS)]
-    failures = ["the first plan"]
-    repeated = remembering(model, failures, device)
-    with short_of_memory(repeated, 2 * plain_bytes):
-        for each in expected:
-            assert_bitwise_equal(take(repeated, x), each)
-            assert repeated.forward._state is None  # it holds the batch
-    assert not failures
-    assert repeated.num_calls == STEPS
-    assert repeated.means == plain.means
-    assert_bitwise_equal(dict(repeated.named_buffers()), dict(plain.named_buffers()))
-
-
-@pytest.mark.parametrize("why", ["in place", "several processes", "no other plan"])
-def test_a_forward_is_not_repeated_where_that_would_not_be_the_same_step(
-    model: nn.Module,
-    x: Tensor,
-    memory: DeviceMemory,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    why: str,
-) -> None:
-    _, plain_bytes = plain_step(model, x, memory)
-    if why == "several processes":
-        monkeypatch.setattr(forward_state, "num_processes", lambda: 2)
-    failures = ["again"] * (10 if why == "no other plan" else 1)
-    failing = remembering(model, failures, device, in_place=why == "in place")
-    with short_of_memory(failing, 2 * plain_bytes):
-        with pytest.raises(torch.OutOfMemoryError):
-            take(failing, x)
-        assert len(failures) == (7 if why == "no other plan" else 0)  # the weights may leave, too
-        failures.clear()
-        take(failing, x)

@@ -25,15 +25,10 @@ from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.handles import OFFLOAD, Saved, StorageRecord, restore
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
-from ebbtide.runtime.recompute import (
-    Recomputations,
-    Recomputing,
-    recompute_later,
-)
+from ebbtide.runtime.recompute import Proofs, Recomputations, Recomputing, recompute_later
 from ebbtide.runtime.record import Record, State
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.runtime.verification import Verifications, Verified
 from ebbtide.stores import AbstractStore, PinnedStore, Slot, StagedDiskStore, TieredStore
 from programs import WIDTH, Outcome, Program, Run, Source
 
@@ -197,14 +192,10 @@ class Simulation:
         self.take(Activations(transfers))
         policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
         self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
-        verifications = Verifications()
-        # Most of the calls are recomputed, as if verified before; the others are verified.
-        verified = Verified(sampled=-1)
-        choices = random.Random(seed)  # not `self`: nothing in the engine may refer to the bench
-        verifications.find = lambda _: verified if choices.random() < 0.7 else None
-        self.recomputations = Recomputations(self.activations, verifications)
+        self._proofs = Proofs()
+        self.recomputations = Recomputations(self.activations, self._proofs)
         self.recomputed = 0
-        self._choices = choices
+        self._choices = random.Random(seed)
 
     def make_device(self) -> AbstractDevice:
         """Make the device. A bench on another one makes another."""
@@ -239,9 +230,11 @@ class Simulation:
         if self._choices.random() < self.knobs.recompute:
             layer = Layer(self.recomputed, "recomputed")
             if self.hooks.are_on_top():
-                recomputing = Recomputing(layer, self.hooks, self.recomputations, None)
+                recomputing = Recomputing(layer, self.hooks, self.recomputations)
                 self.recomputed += 1
-                return recompute_later(recomputing, torch.nn.Identity(), function, tensors, {})
+                if self._choices.random() < 0.3:
+                    self._proofs.forget()  # its operations are proven anew
+                return recompute_later(recomputing, function, tensors, {})
         return function(*tensors)
 
     @contextlib.contextmanager

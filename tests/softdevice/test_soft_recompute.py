@@ -1,4 +1,4 @@
-"""Recomputed layers on an accelerator: digests and samples stay there, and the host waits later."""
+"""Recomputed layers on an accelerator, and what the program changes before backward."""
 
 import copy
 import warnings
@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, SavedTensorModifiedError, WeightPolicy
-from saying import warned
 
 WIDTH = 64
 SETTING = {"shift": 1.0}
 find_setting = SETTING.__getitem__
-"""A dict that the forward names would be put back; what is behind a method is not known."""
 
 
 class Block(nn.Module):
@@ -82,9 +80,8 @@ def test_what_is_recomputed_is_right(
                 found = train(again, device)
                 assert handle.stats.recomputed_bytes > 0
                 names = {each.layer.name for each in handle.inspect().recomputed}
-        said = [str(each.message) for each in caught if "not-recomputed" in str(each.message)]
-        assert len(said) == (kind is Data)
-        assert ("layers.1" in names) == (kind is Block)
+        assert not [each for each in caught if "not-recomputed" in str(each.message)]
+        assert "layers.1" in names
         assert all(map(torch.equal, expected, found))
 
 
@@ -101,42 +98,28 @@ def test_a_layer_that_writes_a_weight_at_rest_after_its_use_is_an_error(
         train(model, device)
 
 
-def test_what_differs_later_is_said(device: torch.device) -> None:
-    """The host does not wait for the sample: the next forwards say it."""
-    model = Model([Block(), Block()]).to(device)
+def test_what_the_program_changes_before_backward_does_not_count(device: torch.device) -> None:
+    """Neither a setting nor a weight: the forward has computed with what was there."""
+
+    def run(model: Model) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        loss = model(x).square().sum()
+        SETTING["shift"] = 1.5
+        norm = model.layers[1].norm.weight
+        norm.data = norm.data * 1.0
+        loss.backward()
+        SETTING["shift"] = 1.0
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = Model([Block(), Block()]).to(device)
+    model = copy.deepcopy(plain)
     x = torch.randn(32, WIDTH, device=device)
     policy = ActivationPolicy(mode="recompute", min_bytes=1)
     with ebbtide.offload(model, activations=policy, layers=["layers.?"]) as handle:
         for _ in range(3):
-            model(x).sum().backward()
+            assert all(map(torch.equal, run(plain), run(model)))
         assert handle.stats.recomputed_bytes > 0
-        loss = model(x).sum()
-        SETTING["shift"] = 1.5
-        loss.backward()
-        SETTING["shift"] = 1.0
-        torch.accelerator.synchronize()
-        model(x).sum().backward()  # begins to ask
-        torch.accelerator.synchronize()
-        with pytest.raises(SavedTensorModifiedError):
-            model(x)
-        with warned("not-recomputed"):
-            model(x).sum().backward()
-
-
-def test_a_weight_that_is_replaced_before_backward(device: torch.device) -> None:
-    """No version tells, and the host does not wait for samples: the memory itself is compared."""
-    model = Model([Block(), Block()]).to(device)
-    x = torch.randn(32, WIDTH, device=device)
-    policy = ActivationPolicy(mode="recompute", min_bytes=1, rebuild=False)
-    with ebbtide.offload(model, activations=policy, layers=["layers.?"]) as handle:
-        for _ in range(2):
-            model(x).sum().backward()
-        assert handle.stats.recomputed_bytes > 0
-        loss = model(x).sum()
-        weight = model.layers[1].linear.weight
-        weight.data = weight.data * 1.01
-        with pytest.raises(SavedTensorModifiedError):
-            loss.backward()
 
 
 @pytest.mark.parametrize("how", ["replaced", "in place"])
@@ -183,6 +166,6 @@ def test_a_weight_at_rest_that_is_written_before_backward(device: torch.device, 
             weight.data = weight.data * 2
         else:
             with torch.no_grad():
-                model.layers[1].linear.bias.mul_(2)
-        with pytest.raises(SavedTensorModifiedError, match=r"layer \d \(layers.1\)"):
+                model.layers[1].linear.weight.mul_(2)
+        with pytest.raises(SavedTensorModifiedError):
             loss.backward()

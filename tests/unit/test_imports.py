@@ -148,7 +148,6 @@ ATTRIBUTES = {
     "_buffers": "likewise",
     "_modules": "likewise, and with those that are None",
     "_forward_hooks": "their functions are looked through, because they run with the forward",
-    "_forward_pre_hooks": "likewise",
     "_compiled_call_impl": "what `Module.compile` sets, and nothing else tells of",
 }
 """Private attributes of tensors, storages and modules that are used, and why."""

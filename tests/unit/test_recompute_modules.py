@@ -39,7 +39,6 @@ from recompute_bench import (
     step,
 )
 from saying import warned
-from waiting import wait_until
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -377,31 +376,39 @@ class Counts(Block):
         return self.linear(x + self.seen[0]).sin()
 
 
-def test_a_large_buffer_that_the_forward_changes_later_is_refused() -> None:
-    """Up to 64 KiB are copied, here 16 Ki numbers of four bytes. A verified layer raises."""
+def as_plainly(model: Stack, change: Callable[[Stack, Tensor], Tensor]) -> None:
+    """A step that a program changes, after others that it does not, gives the plain bits."""
+    plain = copy.deepcopy(model)
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        for _ in range(2):
+            step(handle, model)
+        plain.load_state_dict(model.state_dict())
+        model.zero_grad()
+        x = torch.randn(ROWS, WIDTH)
+        for each in (model, plain):
+            change(each, x.clone()).backward()
+        assert handle.stats.recomputed_bytes > 0
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+
+
+@pytest.mark.parametrize("size", [2**10, 2**16])
+def test_a_buffer_that_the_forward_changes_later(size: int) -> None:
     compare(
-        lambda: Stack(nn.ModuleList([Counts(2**14)])),
+        lambda: Stack(nn.ModuleList([Counts(size)])),
         policy("recompute"),
         draw,
         layers=["layers.0"],
     )
-    model = Stack(nn.ModuleList([Counts(2**14 + 1)]))
-    layer = model.layers[0]
-    layer.counts = False
-    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.0"]) as handle:
-        step(handle, model)
-        layer.counts = True
-        with pytest.raises(
-            SavedTensorModifiedError, match=r"layer 0 \(layers.0\) .*found seen .*leave the lay"
-        ):
-            step(handle, model)
-        # Copies may outlive the step.
-        wait_until(lambda: handle.inspect().in_flight.is_idle, "a step leaves something in flight")
-    step_plainly(model)
+    model = Stack(nn.ModuleList([Counts(size)]))
+    model.layers[0].counts = False
 
+    def change(each: Stack, x: Tensor) -> Tensor:
+        each.layers[0].counts = True
+        return squares(each, (x,))
 
-def step_plainly(model: nn.Module) -> None:
-    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    as_plainly(model, change)
 
 
 # Changes in place
@@ -416,13 +423,13 @@ class InPlace(Block):
         return self.linear(x.relu_() if self.in_place else x.relu()).sin()
 
 
-def test_a_layer_that_changes_its_input_later_is_refused() -> None:
-    model = Stack(nn.ModuleList([Dropout(), InPlace()]))
-    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
-        step(handle, model)
-        model.layers[1].in_place = True
-        with pytest.raises(SavedTensorModifiedError):
-            step(handle, model)
+def test_a_layer_that_changes_its_input_later() -> None:
+    def change(each: Stack, x: Tensor) -> Tensor:
+        each.layers[1].in_place = True
+        torch.manual_seed(2)
+        return squares(each, (x,))
+
+    as_plainly(Stack(nn.ModuleList([Dropout(), InPlace()])), change)
 
 
 def test_a_weight_modified_before_backward_is_noticed() -> None:
@@ -432,9 +439,7 @@ def test_a_weight_modified_before_backward_is_noticed() -> None:
         loss = squares(model, draw())
         with torch.no_grad():
             model.layers[1].linear.weight.mul_(2)
-        with pytest.raises(
-            SavedTensorModifiedError, match=r"layer 1 \(layers.1\) .*found linear.weight"
-        ):
+        with pytest.raises(SavedTensorModifiedError):
             loss.backward()
 
 
@@ -459,7 +464,6 @@ def _replaced(tensor: Tensor) -> None:
 
 
 def _replaced_by_equal_values(tensor: Tensor) -> None:
-    """Not told from others: the values would have to be compared."""
     tensor.data = tensor.data.clone()
 
 
@@ -476,21 +480,19 @@ def _replaced_by_a_part(tensor: Tensor) -> None:
 REPLACE = [_replaced, _replaced_by_equal_values, _replaced_twice, _replaced_by_a_part]
 
 
-@each_mode
 @pytest.mark.parametrize("which", ["weight", "mask"])
 @pytest.mark.parametrize("replace", REPLACE)
-def test_memory_that_is_replaced_before_backward_is_noticed(
-    replace: Callable[[Tensor], None], which: str, mode: str
+def test_memory_that_is_replaced_before_backward(
+    replace: Callable[[Tensor], None], which: str
 ) -> None:
-    model = Stack(nn.ModuleList([Masked(), Masked()]))
-    with ebbtide.offload(model, activations=policy(mode), layers=["layers.?"]) as handle:
-        step(handle, model)  # verifies
-        loss = squares(model, draw())
-        replace(_tensor_of(model, which))
-        with pytest.raises(
-            SavedTensorModifiedError, match=rf"layer 1 \(layers.1\) .*{which} .* other memory"
-        ):
-            loss.backward()
+    """Autograd sees what a leaf that it has saved is given; what was computed stays as it was."""
+
+    def change(each: Stack, x: Tensor) -> Tensor:
+        loss = squares(each, (x,))
+        replace(_tensor_of(each, which))
+        return loss
+
+    as_plainly(Stack(nn.ModuleList([Masked(), Masked()])), change)
 
 
 def _doubled(tensor: Tensor) -> None:
@@ -513,11 +515,10 @@ class Shared(Block):
 @each_mode
 @pytest.mark.parametrize("layer", [Masked, Shared])
 @pytest.mark.parametrize("change", [*REPLACE, _doubled])
-@pytest.mark.filterwarnings("ignore:.*not-recomputed")
 def test_a_bias_may_change_before_backward(
     change: Callable[[Tensor], None], layer: type[Block], mode: str
 ) -> None:
-    """Autograd does not save it, so plain training may; the layers are not recomputed."""
+    """Autograd does not save it, so plain training may."""
 
     def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
         value: Tensor = loss(model, inputs)
@@ -531,7 +532,7 @@ def test_a_bias_may_change_before_backward(
         return Stack(nn.ModuleList([layer(), layer()]))
 
     stats = compare(build, policy(mode), draw, backward=backward, layers=["layers.?"])
-    assert stats.recomputed_bytes == 0
+    assert stats.recomputed_bytes > 0
 
 
 class OwnBias(Block):
@@ -552,7 +553,6 @@ def _halved_through_data(tensor: Tensor) -> None:
 
 @each_mode
 @pytest.mark.parametrize("change", [_doubled, _replaced, _halved_through_data])
-@pytest.mark.filterwarnings("ignore:.*not-recomputed")
 def test_a_bias_that_the_forward_itself_changes_changes_once(
     change: Callable[[Tensor], None], mode: str
 ) -> None:
@@ -563,16 +563,14 @@ def test_a_bias_that_the_forward_itself_changes_changes_once(
     compare(build, policy(mode), draw, layers=["layers.?"])
 
 
-@each_mode
-def test_a_bias_that_changes_between_two_backwards_is_noticed(mode: str) -> None:
-    model = stack(2)
-    with ebbtide.offload(model, activations=policy(mode), layers=["layers.?"]) as handle:
-        step(handle, model)  # verifies
-        loss = squares(model, draw())
+def test_a_bias_that_changes_between_two_backwards() -> None:
+    def change(each: Stack, x: Tensor) -> Tensor:
+        loss = squares(each, (x,))
         loss.backward(retain_graph=True)
-        _doubled(model.layers[1].linear.bias)
-        with pytest.raises(SavedTensorModifiedError):
-            loss.backward()
+        _doubled(each.layers[1].linear.bias)
+        return loss
+
+    as_plainly(stack(2), change)
 
 
 @each_mode
@@ -682,7 +680,7 @@ def test_a_cache_that_each_layer_fills(name: str, mode: str) -> None:
     assert stats.recomputed_bytes > 0
 
 
-def test_layers_that_extend_a_filled_cache_are_not_recomputed() -> None:
+def test_layers_that_extend_a_filled_cache() -> None:
     model = cached_model("llama")
     tokens = torch.randint(0, 64, (2, 8))
 
@@ -697,6 +695,4 @@ def test_layers_that_extend_a_filled_cache_are_not_recomputed() -> None:
     with ebbtide.offload(model, activations=policy("recompute")) as handle:
         assert torch.equal(run(), expected)
         assert torch.equal(run(), expected)
-        with warned("not-recomputed"):
-            assert torch.equal(run(), expected)
-        assert handle.stats.recomputed_bytes == 0
+        assert handle.stats.recomputed_bytes > 0

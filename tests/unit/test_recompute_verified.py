@@ -1,15 +1,17 @@
-"""Recomputed layers whose forward depends on more than its arguments: put back, or not recomputed.
+"""Recomputed layers whose forward depends on more than its arguments, or changes more.
 
-Each test trains a model plainly and with recomputed layers for several steps: the first one
-verifies, and the others recompute. Losses, gradients, weights and buffers are the same to the bit.
+Each test trains a model plainly and with recomputed layers for several steps. Losses, gradients,
+weights and buffers are the same to the bit, because no code of the model runs again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
+import itertools
 import random
 import threading
 import types
@@ -47,6 +49,7 @@ from saying import warned
 from waiting import wait_until
 
 LAYERS = ["layers.*"]
+GIVES_OTHERS = "gives other values when it runs again"
 
 
 def build(make: Callable[[], nn.Module], count: int = 2, run: Any = None) -> Callable[[], Stack]:
@@ -54,7 +57,7 @@ def build(make: Callable[[], nn.Module], count: int = 2, run: Any = None) -> Cal
 
 
 def recomputed(make: Callable[[], nn.Module], mode: str = "recompute", **options: Any) -> None:
-    """The layers train as plainly, and all steps but the first recompute them."""
+    """The layers train as plainly, and each step recomputes them."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         stats = compare(make, policy(mode), draw, 3, layers=LAYERS, **options)
@@ -72,7 +75,7 @@ def refused(
     assert stats.offloaded_bytes > 0
 
 
-# ---- the second forward finds what the first one found ------------------------------------------
+# ---- what a forward finds and leaves behind ------------------------------------------------------
 
 
 class Timed(Block):
@@ -223,18 +226,15 @@ def two_before_one_backward(
         "generators",
     ],
 )
-def test_what_a_module_has_is_as_the_forward_found_it(
+def test_what_a_module_has_when_its_forward_runs_counts(
     make: Any, run: Any, backward: Any, mode: str
 ) -> None:
     recomputed(build(make, run=run), mode, backward=backward)
 
 
-REPLACED = "parameters, submodules or hooks"
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_a_module_whose_parts_are_exchanged_is_not_recomputed(mode: str) -> None:
-    refused(build(Swapped, run=swapping), REPLACED, mode)
+def test_a_module_whose_parts_are_exchanged(mode: str) -> None:
+    recomputed(build(Swapped, run=swapping), mode)
 
 
 # Weights that are not the module's own
@@ -296,12 +296,11 @@ class Teacher(nn.Module):
 @pytest.mark.parametrize("second_order", [False, True])
 def test_weights_of_an_inner_loop(second_order: bool, mode: str) -> None:
     backward = functools.partial(on_fast_weights, second_order=second_order)
-    with warned("not-recomputed"):
-        compare(build(Dropout), policy(mode), draw, 3, layers=LAYERS, backward=backward)
+    compare(build(Dropout), policy(mode), draw, 3, layers=LAYERS, backward=backward)
 
 
 def test_weights_of_a_call() -> None:
-    refused(Hyper, REPLACED)
+    recomputed(Hyper)
     recomputed(Teacher)
 
 
@@ -377,7 +376,7 @@ def test_a_hook_that_is_there_in_the_forward_only() -> None:
         assert not any(each._forward_hooks for each in inner)
         return value
 
-    refused(build(Block2), REPLACED, backward=backward)
+    recomputed(build(Block2), backward=backward)
 
 
 def test_a_hook_of_the_layer_itself_that_is_there_in_the_forward_only() -> None:
@@ -424,7 +423,7 @@ def test_weights_that_are_frozen_or_thawed_before_backward(first: bool) -> None:
         assert all(weight.requires_grad is not first for weight in weights)
         return value
 
-    refused(build(Block2), REPLACED, backward=backward)
+    recomputed(build(Block2), backward=backward)
 
 
 # Layers of torch
@@ -477,34 +476,52 @@ def test_layers_of_torch(last: Any, mode: str) -> None:
         recomputed(make, mode)
 
 
-class FlashAttnFunc(torch.autograd.Function):
-    """Saves, as attention's kernels do without dropout, memory that nobody has filled."""
+_unfilled = itertools.count()
 
-    unfilled = 0
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        garbage = FlashAttnFunc.unfilled = FlashAttnFunc.unfilled + 1
-        out = x.view(ROWS, 2, -1).sin()
-        sums = torch.full((ROWS, 2), float(garbage))
-        random_state = torch.full((2,), garbage, dtype=torch.uint64)
-        ctx.save_for_backward(x.view(ROWS, 2, -1), out, sums, random_state, torch.tensor(garbage))
-        return out.view_as(x)
+def _attend(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    garbage = next(_unfilled)
+    seed = torch.full((), garbage, dtype=torch.int64)
+    return x.sin(), torch.full((ROWS,), float(garbage)), seed
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        x = ctx.saved_tensors[0]
-        return gradient * x.cos().view_as(gradient)
+
+@torch.library.custom_op("ebbtide_tests::flash_attention", mutates_args=())
+def flash_attention(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Leaves memory, as attention's kernels do without dropout, that nobody has filled."""
+    return _attend(x)
+
+
+@torch.library.custom_op("ebbtide_tests::other", mutates_args=())
+def other(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Not an attention: what it saves counts."""
+    return _attend(x)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attend_back(ctx: Any, gradient: Tensor, *_: Any) -> Tensor:
+    return gradient * ctx.saved_tensors[0].cos()
+
+
+for _operator in (flash_attention, other):
+    _operator.register_autograd(_attend_back, setup_context=_save)
 
 
 class Attention(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return FlashAttnFunc.apply(self.linear(x)) + x
+        return flash_attention(self.linear(x))[0] + x
 
 
 class LastAttention(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return FlashAttnFunc.apply(self.linear(x))
+        return flash_attention(self.linear(x))[0]
+
+
+class Other(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return other(self.linear(x))[0] + x
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -513,17 +530,8 @@ def test_state_that_an_attention_leaves_unfilled(make: Any, mode: str) -> None:
     recomputed(build(make), mode)
 
 
-class OtherFunc(FlashAttnFunc):
-    """Not an attention: what it saves counts."""
-
-
-class Other(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return OtherFunc.apply(self.linear(x)) + x
-
-
 def test_state_of_other_functions_is_compared() -> None:
-    refused(build(Other), "gives other values when it runs again")
+    refused(build(Other), GIVES_OTHERS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -563,9 +571,8 @@ def lazily(make: Callable[[], Stack], mode: str) -> None:
     assert all(map(torch.equal, plain.buffers(), again.buffers()))
 
 
-# ---- what would not do the same again is not recomputed ------------------------------------------
+# ---- what a second forward would not do again ----------------------------------------------------
 
-CHANGES = "changes, or finds changed before backward,"
 _VALUES = {"scale": 1.0, "calls": 0}
 SETTING = types.MappingProxyType(_VALUES)
 """What a second forward depends on and cannot find as it was."""
@@ -618,13 +625,6 @@ class Branches(Block):
         return x.cos().tanh() if next(self.numbers) % 2 else x
 
 
-class Raises(Branches):
-    def forward(self, x: Tensor) -> Tensor:
-        if next(self.numbers) % 2 == 0 and torch._C._current_graph_task_id() != -1:
-            raise ValueError("not again")
-        return self.linear(x).sin()
-
-
 class InPlace(Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.relu_()).sin()
@@ -654,6 +654,17 @@ class LargeQueue(Block):
         self.queue[self.at : self.at + ROWS] = x.detach()
         self.at = (self.at + ROWS) % len(self.queue)
         return x + similar.mean()
+
+
+class Frees(Block):
+    """Memory that an operation has freed comes back at once for the result of another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for _ in range(4):
+            (x * 2).sum()
+            x = (x + 1).sin()
+        return x
 
 
 class OwnWeight(Block):
@@ -717,7 +728,7 @@ class Placed(Block):
         self.places = nn.Parameter(torch.randn(2 * ROWS, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) + self.places[:ROWS]).sin()
+        return (self.linear(x).repeat(2, 1) + self.places).sin()[:ROWS]
 
 
 def weights_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
@@ -747,135 +758,127 @@ def inputs_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("make", "why", "backward"),
+    ("make", "backward"),
     [
-        (OfGlobal, "gives other values", global_changes),
-        (OfIterator, "gives other values", numbers_begin),
-        (Branches, "saves other tensors", numbers_begin),
-        (Raises, "raises ValueError", numbers_begin),
-        (LargeBuffer, f"{CHANGES} seen", None),
-        (LargeQueue, f"{CHANGES} queue", None),
-        (OwnWeight, f"{CHANGES} linear.weight", None),
-        (OwnData, f"{CHANGES} a weight, a buffer", None),
-        (OwnDataAfter, f"{CHANGES} a weight, a buffer", None),
-        (LargeNorm, f"{CHANGES} a weight, a buffer", None),
-        (Placed, f"{CHANGES} places", weights_change),
-        (Placed, f"{CHANGES} places", weights_are_replaced),
-    ],
-    ids=[
-        "global",
-        "iterator",
-        "branches",
-        "raises",
-        "buffer",
-        "queue",
-        "weight",
-        "data",
-        "data_after",
-        "norm",
-        "places",
-        "places_replaced",
+        (OfGlobal, global_changes),
+        (OfIterator, numbers_begin),
+        (Branches, numbers_begin),
+        (LargeBuffer, None),
+        (LargeQueue, None),
+        (OwnWeight, None),
+        (OwnData, None),
+        (OwnDataAfter, None),
+        (LargeNorm, None),
+        (Frees, None),
+        (Placed, weights_are_replaced),
     ],
 )
-def test_what_differs_is_not_recomputed(make: Any, why: str, backward: Any, mode: str) -> None:
-    refused(build(make), f"layers.1 {why}", mode, backward=backward)
+def test_what_a_second_forward_would_not_do_again(make: Any, backward: Any, mode: str) -> None:
+    recomputed(build(make), mode, backward=backward)
+
+
+def test_a_layer_that_changes_its_input() -> None:
+    recomputed(lambda: Stack(nn.ModuleList([Dropout(), InPlace(), Dropout()])))
+
+
+# ---- what kernels would not do again, or torch is not told of, is not recomputed -----------------
+
+_count = itertools.count()
+
+
+@torch.library.custom_op("ebbtide_tests::add_count", mutates_args=())
+def add_count(x: Tensor) -> Tensor:
+    """Like a kernel that adds in another order each time."""
+    return x + 0.001 * (next(_count) % 7)
+
+
+add_count.register_autograd(lambda _, gradient: gradient)
+
+
+class Unsteady(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return add_count(self.linear(x)).sin()
+
+
+class Unseen(Block):
+    """Writes a result as a kernel of an extension does that torch does not dispatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        ctypes.memset(x.data_ptr(), 0, 64)
+        return x.sin()
+
+
+class Filled(Block):
+    """Fills memory that torch has allocated; that is saved like a tensor from outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.empty(WIDTH)
+        mask.numpy()[:] = np.arange(WIDTH) % 2
+        return (self.linear(x) * mask).sin()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layer_whose_input_is_changed_before_backward_is_not_recomputed(mode: str) -> None:
-    why = f"layers.0 {CHANGES} an input"
-    refused(build(Shifted, count=1), why, mode, backward=inputs_change)
+@pytest.mark.parametrize("make", [Unsteady, Unseen])
+def test_what_differs_is_not_recomputed(make: Any, mode: str) -> None:
+    def counted(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        global _count
+        _count = itertools.count()
+        value = loss(model, inputs)
+        value.backward()
+        return value
+
+    if make is Unseen:
+        refused(build(make), f"layers.1 {GIVES_OTHERS}", mode)
+        return
+    with warned("not-recomputed"):
+        model = build(make)()
+        with ebbtide.offload(model, activations=policy(mode), layers=LAYERS) as handle:
+            for _ in range(3):
+                counted(model, draw(), squares)
+            assert handle.stats.recomputed_bytes == 0
+            assert handle.stats.offloaded_bytes > 0
 
 
-def test_a_layer_that_changes_its_input_is_not_recomputed() -> None:
-    def make() -> Stack:
-        return Stack(nn.ModuleList([Dropout(), InPlace(), Dropout()]))
-
-    with warned("not-recomputed") as caught:
-        stats = compare(make, policy("recompute"), draw, 3, layers=LAYERS)
-    assert len(caught) == 1
-    assert stats.recomputed_bytes > 0, "the other two are"
+def test_memory_that_other_code_fills() -> None:
+    recomputed(build(Filled))
 
 
 def test_what_a_budget_is_told() -> None:
-    model = Stack(nn.ModuleList([Dropout(), OfIterator(), Dropout()]))
+    """Calls count as verified if they use an operation for the first time."""
+    model = Stack(nn.ModuleList([Dropout(), Unseen(), Dropout()]))
     with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
         engine = handle._engine
         assert engine.recomputations.num_verifying == 0
         loss = squares(model, draw())
         assert engine.recomputations.num_verifying == 3
+        assert engine.refused_layers == {"layers.1"}
         loss.backward()
         del loss
         assert engine.recomputations.num_verifying == 3
         with warned("not-recomputed"):
-            assert engine.refused_layers == {"layers.1"}
-        for _ in range(2):
             step(handle, model)
-            assert engine.recomputations.num_verifying == 0
+        assert engine.recomputations.num_verifying == 0
         recomputed = {each.layer.name for each in handle.inspect().recomputed}
         assert recomputed == {"layers.0", "layers.2"}
-        model.eval()  # another kind
+        model.layers[0].forward = model.layers[0].forward
+        for layer in (0, 2):
+            model.layers[layer].linear.register_forward_hook(lambda _m, _i, y: y.tanh())
         step(handle, model)
         assert engine.recomputations.num_verifying == 2
-        model.train()
         step(handle, model)
         assert engine.recomputations.num_verifying == 0
 
 
-# ---- later recomputations are checked ------------------------------------------------------------
-
-
-class Scaled(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * SETTING["scale"]).sin()
+# ---- what is changed before backward -------------------------------------------------------------
 
 
 class Shifted(Block):
-    """No number is saved."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x + SETTING["scale"]).sin()
 
 
-class Beside(Block):
-    """No large tensor that is saved depends on the number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.tensor(SETTING["scale"]) + self.linear(x).sin()
-
-
-class Longer(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        for _ in range(int(SETTING["scale"])):
-            x = x.sin()
-        return x
-
-
-@pytest.mark.parametrize(
-    ("make", "later"),
-    [(Scaled, 1.001), (Shifted, 1.001), (Beside, 1.001), (Longer, 2.0)],
-)
-def test_a_recomputation_that_gives_something_else_raises(make: Any, later: float) -> None:
-    """It was verified, and a global is changed between forward and backward afterwards."""
-    model = build(make)()
-    _VALUES["scale"] = 1.0 if make is not Longer else 3.0
-    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
-        for _ in range(2):
-            step(handle, model)
-        loss = squares(model, draw())
-        _VALUES["scale"] = later
-        with pytest.raises(SavedTensorModifiedError):
-            loss.backward()
-    _VALUES["scale"] = 1.0
-
-
-LATE_CHANGES = {
-    "weight": (Placed, weights_change),
-    "weight replaced": (Placed, weights_are_replaced),
-    "input": (Shifted, inputs_change),
-    "global": (OfGlobal, global_changes),
-}
+LATE_CHANGES = {"weight": (Placed, weights_change), "input": (Shifted, inputs_change)}
 
 
 def num_errors(model: nn.Module, plain: nn.Module, backward: Any, num_steps: int) -> int:
@@ -899,7 +902,7 @@ def num_errors(model: nn.Module, plain: nn.Module, backward: Any, num_steps: int
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LATE_CHANGES)
 def test_a_layer_that_could_not_run_again_is_not_recomputed_any_more(name: str, mode: str) -> None:
-    """It was verified, and torch trains with what the program does later: one step raises."""
+    """Autograd does not save what the program changes, so torch trains: a step a layer raises."""
     make, backward = LATE_CHANGES[name]
     model = build(make)()
     plain = copy.deepcopy(model)
@@ -909,7 +912,7 @@ def test_a_layer_that_could_not_run_again_is_not_recomputed_any_more(name: str, 
         assert handle.stats.recomputed_bytes > 0
         with warned("not-recomputed"):
             errors = num_errors(model, plain, backward, 4)
-        assert errors == 1
+        assert 1 <= errors <= 2
 
 
 class ChangesInside(Block):
@@ -946,27 +949,31 @@ def test_an_activation_changed_in_place_is_refused_as_torch_does() -> None:
             step(handle, model)
 
 
-@pytest.mark.parametrize("which", ["weight", "bias"])
-def test_a_weight_at_rest_that_is_written_before_backward_is_noticed(which: str) -> None:
-    model = stack(2)
-    with ebbtide.offload(
-        model, activations=policy("recompute"), weights=WeightPolicy(), layers=LAYERS
-    ) as handle:
-        for _ in range(2):
-            step(handle, model)
-        assert handle.stats.recomputed_bytes == 2 * S
-        loss = squares(model, draw())
-        with torch.no_grad():
-            getattr(model.layers[1].linear, which).mul_(2)
-        with pytest.raises(SavedTensorModifiedError, match=r"layer 1 \(layers.1\)"):
-            loss.backward()
+def test_a_weight_at_rest_that_is_written_before_backward() -> None:
+    """Plain training refuses to read such a weight, too; it does not read the bias."""
+    for which in ("weight", "bias"):
+        model = stack(2)
+        with ebbtide.offload(
+            model, activations=policy("recompute"), weights=WeightPolicy(), layers=LAYERS
+        ) as handle:
+            for _ in range(2):
+                step(handle, model)
+            assert handle.stats.recomputed_bytes == 2 * S
+            loss = squares(model, draw())
+            with torch.no_grad():
+                getattr(model.layers[1].linear, which).mul_(2)
+            if which == "bias":
+                loss.backward()
+            else:
+                with pytest.raises(SavedTensorModifiedError):
+                    loss.backward()
 
 
 # ---- graphs and threads --------------------------------------------------------------------------
 
 
 def test_dropped_graphs_leave_nothing() -> None:
-    """A layer that is never verified, because its graph is dropped, holds no memory."""
+    """Graphs that are dropped hold no memory."""
     import gc
     import weakref
 

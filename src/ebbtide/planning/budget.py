@@ -288,46 +288,30 @@ class BudgetController:
         """The plan of the last step; None before the first, or if it could not be planned."""
         return None if self._last is None else self._last.step
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose the plan of a forward that begins now.
 
         Args:
             args: its positional arguments.
             kwargs: its keyword arguments.
 
-        Returns:
-            Whether the forward is to be repeated if it runs out of memory.
-
         Raises:
             BudgetError: no plan fits into the budget.
         """
         if in_backward():
-            return False  # other code computes the forward again
+            return  # other code computes the forward again
         with self._lock:
             model = self._model()
             if self._engine.is_in_step():
                 saves = model is not None and _needs_gradients(model, args, kwargs)
                 self._num_forwards += saves
-                return False
+                return
             self._learn()
             if model is None or not _needs_gradients(model, args, kwargs):
-                return False  # autograd saves nothing
+                return  # autograd saves nothing
             if self._engine.torch_device != self._device:
                 self._begin_on(self._engine.torch_device)
             self._begin(Kind.of(model, args, kwargs), args, kwargs)
-            learns = self._running is not None and self._running.learns
-            return learns and self._device.type != "cpu"
-
-    def learn_failed_forward(self) -> bool:
-        """Learn from a forward that ran out of memory; return whether another plan needs less."""
-        with self._lock:
-            running, was_short = self._running, self._is_short
-            if running is None:
-                return False
-            failed = None if running.study is None else running.study.plan
-            self._learn()
-            # With nothing else in flight than one copy, a recorded step needs the least.
-            return not was_short if running.study is None else running.study.plan is not failed
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""

@@ -31,16 +31,17 @@ from ebbtide.runtime.parameter_index import (
     home_of,
 )
 from ebbtide.runtime.rebuild import Placement, PlannedLayers
-from ebbtide.runtime.recompute import (
-    Recomputations,
-    Recomputing,
-)
+from ebbtide.runtime.recompute import Proofs, Recomputations, Recomputing
 from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, describe_fates, watch_nodes
-from ebbtide.runtime.torch_internals import has_tangents, transform_level, tree_leaves
+from ebbtide.runtime.torch_internals import (
+    drop_own_modes,
+    has_tangents,
+    transform_level,
+    tree_leaves,
+)
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.runtime.verification import Verifications
 from ebbtide.schedule import Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
 from ebbtide.stores.host_memory import parse_host_budget
@@ -156,8 +157,8 @@ class Engine:
         self._bound_bytes: int | None = None
         self._make_device, made = _device_maker.get() or (make_device, [])
         made.append(self)
-        self._verifications = Verifications()
-        self.placement.refused = self._verifications.refused
+        self._proofs = Proofs()
+        self.placement.refused = self._proofs.refused
         self._build(home or find_device(modules) or self._default_device())
 
     def let_go(self) -> None:
@@ -248,12 +249,11 @@ class Engine:
     @property
     def refused_layers(self) -> frozenset[str]:
         """Names of the layers that are not recomputed, because they would not do the same again."""
-        self._verifications.settle()
-        return frozenset(self._verifications.refused)
+        return frozenset(self._proofs.refused)
 
     def forget_proofs(self) -> None:
-        """Verify every recomputed layer and every recipe again, as if none had been used yet."""
-        self._verifications.forget()
+        """Prove every recomputed layer and every recipe again, as if none had been used yet."""
+        self._proofs.forget()
         self.placement.forget_proofs()
 
     def expect_any_order(self, choices: random.Random) -> None:
@@ -340,14 +340,8 @@ class Engine:
     # ---- called by the hooks on a model's layers ----------------------------------------------
 
     def begin_forward(self) -> None:
-        """Note that a forward of the model begins.
-
-        Raises:
-            SavedTensorModifiedError: a layer was recomputed on an accelerator in a step before and
-                has given something else.
-        """
-        self._verifications.settle()
-        self._verifications.check_samples(self.transfers.device)
+        """Note that a forward of the model begins."""
+        self._proofs.warn()
         if self._windows is not None:
             self._windows.begin_forward(self.activations)
         if self.executor is not None:
@@ -401,7 +395,7 @@ class Engine:
             return None
         if not self._hooks.are_on_top() or has_tangents() or transform_level() is not None:
             return None
-        return Recomputing(layer, self._hooks, self.recomputations, self.weights)
+        return Recomputing(layer, self._hooks, self.recomputations)
 
     def end_layer(self, output: Any) -> Scope | None:
         """Note that the innermost layer's forward has ended.
@@ -513,6 +507,7 @@ class Engine:
         before, device = self.transfers, self.torch_device
         while self._hooks.pop():  # an interrupted forward has left them behind
             pass
+        drop_own_modes()
         before.device.finish_copies()
         self._build(device, is_whole=False)
         if self.weights is not None:
@@ -554,7 +549,7 @@ class Engine:
             transfers.account.listener = self._record(transfers, self.modules, at_rest)
         self._bound_transfers()
         self.activations = Activations(self.transfers)
-        self.recomputations = Recomputations(self.activations, self._verifications)
+        self.recomputations = Recomputations(self.activations, self._proofs)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)

@@ -26,7 +26,6 @@ from ebbtide.runtime.compiled import (
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script
-from ebbtide.runtime.module_state import ForwardState
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
 from ebbtide.runtime.torch_internals import MODULE_CALL, in_backward
 from ebbtide.units import brief
@@ -59,11 +58,8 @@ class _Here(threading.local):
 class ForwardPlanner(Protocol):
     """Plans what a forward does with what it saves."""
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A forward begins; return whether it is to be repeated if it runs out of memory."""
-
-    def learn_failed_forward(self) -> bool:
-        """A forward ran out of memory; return whether the next one would need less."""
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins."""
 
 
 @final
@@ -111,7 +107,6 @@ class OffloadedForward(ForwardReplacement):
         self.here = _Here()
         self.planner = planner
         self.was_prepared = False
-        self._state: ForwardState | None = None
         self.num_unrecorded = 0
         self._has_warned = False
 
@@ -178,21 +173,12 @@ class OffloadedForward(ForwardReplacement):
             if self._engine.weights is not None:
                 self._engine.weights.refuse_transforms()
             return self._forward(*args, **kwargs)
-        while True:
-            try:
-                return self._call(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                state = self._state
-                if state is None or not self._can_repeat(state):
-                    raise
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    self._engine.transfers.note_error(error)  # see [Note: interrupts]
-                raise
-            finally:
-                self._state = None
-            state.put_back()  # only here does the error hold no tensors any more
-            del state  # nor does this hold the memory of weights, which may leave now
+        try:
+            return self._call(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._engine.transfers.note_error(error)  # see [Note: interrupts]
+            raise
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._mend()
@@ -274,24 +260,9 @@ class OffloadedForward(ForwardReplacement):
         return True
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._state = None
-        if self.planner is None or self._others_run():
-            return
-        self.was_prepared = True
-        may_repeat = self.planner.prepare(args, kwargs)
-        if may_repeat and isinstance(self._owner, nn.Module):
-            self._state = ForwardState(self._owner, args, kwargs)
-
-    def _can_repeat(self, state: ForwardState) -> bool:
-        """Whether a forward that ran out of memory is to be repeated.
-
-        Args:
-            state: what it began with.
-        """
-        # In another forward of the model, which fails, nothing is repeated.
-        if self._others_run() or self.planner is None:
-            return False
-        return state.can_be_put_back() and self.planner.learn_failed_forward()
+        if self.planner is not None and not self._others_run():
+            self.was_prepared = True
+            self.planner.prepare(args, kwargs)
 
     def _others_run(self) -> bool:
         """Whether another forward of the model runs, on this thread or on another one."""

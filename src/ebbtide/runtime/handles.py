@@ -35,6 +35,7 @@ from ebbtide.runtime.record import (
     kernel_settings,
 )
 from ebbtide.runtime.torch_internals import (
+    aside,
     identity_of,
     neg_view,
     outside_modes,
@@ -193,7 +194,8 @@ def restore(saved: Saved) -> Tensor:
         SavedTensorModifiedError: the tensor was modified in place since it was saved.
     """
     if type(saved) is not tuple:
-        return saved.restore()  # type: ignore[union-attr]
+        with aside():
+            return saved.restore()  # type: ignore[union-attr]
     tensor, version, _ = saved
     if tensor._version != version:
         raise_modified(tensor, version, tensor.shape)
@@ -210,16 +212,11 @@ def empty_tensors(device: torch.device) -> EmptyTensors:
 
 
 def is_of_checkpoint(pack: Any) -> bool:
-    """Whether a pack hook belongs to a checkpoint, the user's or that of a recomputed layer."""
-    return pack.__module__ == "torch.utils.checkpoint" or is_of_recomputed(pack)
+    """Whether a pack hook belongs to a checkpoint of torch."""
+    return bool(pack.__module__ == "torch.utils.checkpoint")
 
 
-def is_of_recomputed(pack: Any) -> bool:
-    """Whether a pack hook belongs to the checkpoint of a recomputed layer."""
-    return pack.__module__ in ("ebbtide.runtime.recompute", "ebbtide.runtime.verification")
-
-
-class AbstractAway(AbstractSaved):
+class AbstractProbed(AbstractSaved):
     """Stands for a plain tensor and has everything but its bytes.
 
     Args:
@@ -261,14 +258,6 @@ class AbstractAway(AbstractSaved):
         """Shape, strides, type and device of the tensor, for comparisons."""
         return self._size, self._stride, self._dtype, self._probe.device
 
-    @abstractmethod
-    def share(self) -> AbstractAway:
-        """Return one more handle on the same tensor."""
-
-    @abstractmethod
-    def peek(self) -> Tensor:
-        """Return the tensor during forward, before backward has come to it."""
-
     def is_modified(self) -> bool:
         """Whether the tensor was changed in place after it was saved."""
         # Guard in-place-changes: in-place changes are seen after the bytes have left. Hooks switch
@@ -290,6 +279,20 @@ class AbstractAway(AbstractSaved):
         if self._conj:
             tensor = tensor.conj()
         return neg_view(tensor) if self._neg else tensor
+
+
+class AbstractAway(AbstractProbed):
+    """Stands for a plain tensor that others can be rebuilt from."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def share(self) -> AbstractAway:
+        """Return one more handle on the same tensor."""
+
+    @abstractmethod
+    def peek(self) -> Tensor:
+        """Return the tensor during forward, before backward has come to it."""
 
 
 def raise_modified(tensor: Tensor, version: int, shape: torch.Size) -> NoReturn:

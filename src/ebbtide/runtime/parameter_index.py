@@ -6,8 +6,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -94,6 +93,10 @@ class ParameterIndex:
         while node is not None and _copies(type(node)):
             node = node.next_functions[0][0]
         return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+    def has_at(self, pointer: int) -> bool:
+        """Whether a parameter or a buffer begins at an address."""
+        return pointer in self._pointers
 
     def owns_outer(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor of a wrapper subclass is a parameter, a view or a cast of one."""
@@ -319,23 +322,11 @@ class RestingWeights(Protocol):
     @property
     def plain_types(self) -> frozenset[type[torch.Tensor]]: ...
 
-    def open(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Surround a forward of a module whose hooks torch does not call."""
-
-    def versions_of(self, module: nn.Module) -> Hashable:
-        """Return what changes with the values of the weights that a module is called with."""
-
-    def rests(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the host value of a weight, with which nothing computes."""
-
     def at_rest(self) -> frozenset[int]:
         """Return the parameters whose values rest elsewhere, by `id`."""
 
     @property
     def pack(self) -> Callable[[torch.Tensor, torch.Tensor], Any]: ...
-
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """Note that a backward reads a tensor that a recomputed layer has saved."""
 
     def check_process(self) -> None:
         """Check that this process offloaded the weights.

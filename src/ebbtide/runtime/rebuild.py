@@ -19,6 +19,7 @@ from ebbtide.runtime.handles import (
     OFFLOAD,
     REBUILD,
     AbstractAway,
+    AbstractProbed,
     Call,
     Decision,
     Saved,
@@ -70,7 +71,7 @@ class RecordedTensor(AbstractAway):
         if self.record.decision is KEEP:
             return self  # it holds the tensor as long as anybody holds it
         other = RecordedTensor.__new__(RecordedTensor)
-        for name in AbstractAway.__slots__[1:]:
+        for name in AbstractProbed.__slots__[1:]:
             setattr(other, name, getattr(self, name))
         self._activations.share(self.record)
         other._activations, other.record = self._activations, self.record
@@ -381,7 +382,7 @@ class Placement:
         num_calls: number of layer calls in a forward, once that is known.
         may_rebuild: whether anything has been rebuilt, or may be.
         packs: whether masks are packed before they leave.
-        verifies_first: whether the policy recomputes layers, which are verified before that.
+        recomputes_layers: whether the policy recomputes layers.
         refused: names of layers that cannot be recomputed. What they save is offloaded instead.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
@@ -394,7 +395,7 @@ class Placement:
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
         self.refused: Container[str] = ()
         self._policy = policy
-        self.packs, self.verifies_first = policy.rebuild, policy.recomputes
+        self.packs, self.recomputes_layers = policy.rebuild, policy.recomputes
         self.may_rebuild = False
         self._proven: dict[Hashable, bool] = {}  # whether a recipe has given the right bits
         self.follow(None)

@@ -1,34 +1,42 @@
-"""Runs the forwards of recomputed layers under a checkpoint, and again in backward.
+"""Records the operations of recomputed layers, and runs them again in backward.
 
-`Recomputations` counts what the layers do not save and what backward holds of them, `_Call` is one
-call of a layer, and `RecomputedForward` stands in the place of its forward.
+`Recomputations` counts what the layers do not save and what backward holds of them, `Recording` is
+one call of a layer, and `RecomputedForward` stands in the place of its forward.
 
-[Note: recomputed layers] A recomputed layer runs under torch's non-reentrant checkpoint, which
-saves the layer's inputs and none of what the operations inside it save. The inputs are saved under
-ebbtide's hooks, so they are kept, offloaded and prefetched like any saved tensor. The first time
-that backward needs something from inside the layer, the checkpoint reads the inputs and runs the
-forward again. What that saves is read soon, so it stays on the device, under the checkpoint's
-hooks.
+[Note: recomputed layers] While the forward of a recomputed layer runs, a dispatch mode notes the
+operations that reach torch's kernels, with their arguments. What autograd saves of their results is
+not kept. When the forward ends, the tensors from outside of the layer that the noted operations
+read, such as the layer's input, are saved under ebbtide's hooks, so they are kept, offloaded and
+prefetched like any saved tensor. The first time that backward needs something from inside the
+layer, the operations run again, as far as what autograd has saved depends on them. No code of the
+program runs twice: what its forward counts, draws, caches or decides has happened once.
+
+[Note: proven operations] Operations that write memory without a word to torch, such as a kernel of
+an extension, are not noted, and some kernels give other bits each time. So the first time that a
+layer uses an operation with arguments of these shapes, the tensors that it saves from then on are
+held until its forward ends. Then the operations run again, and their results are compared to the
+bit. If they are the same, the tensors are freed, and the operations are proven. If not, the
+tensors are saved as if the layer were not recomputed, which it never is again.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ebbtide.devices.device import AbstractEvent, Layer, in_range
-from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer, in_range
+from ebbtide.errors import SavedTensorModifiedError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import (
     ForwardReplacement,
@@ -37,55 +45,46 @@ from ebbtide.runtime.compiled import (
     skip_in_compiler,
 )
 from ebbtide.runtime.events import Owner, Subject
-from ebbtide.runtime.handles import KEEP, raise_modified, restore
-from ebbtide.runtime.module_state import Arguments, ModuleState
-from ebbtide.runtime.outside import Outside
-from ebbtide.runtime.parameter_index import RestingWeights
-from ebbtide.runtime.record import ForwardLog
-from ebbtide.runtime.saved_tensors import SavedTensorHooks
+from ebbtide.runtime.handles import AbstractProbed, Saved, bytes_of, restore
+from ebbtide.runtime.record import ForwardLog, in_force, kernel_settings
+from ebbtide.runtime.saved_tensors import CompositeTensor, SavedTensorHooks, is_plain_subclass
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
-    has_modes,
-    in_backward,
+    Operator,
+    OwnMode,
+    aside,
+    has_dispatch_modes,
+    identity_of,
+    neg_view,
     outside_modes,
-    top_hooks,
+    pop_mode,
+    push_hooks,
+    push_mode,
+    release_identity,
+    remove_hooks,
+    without_function_subclasses,
 )
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.runtime.verification import (
-    SavedDigests,
-    SavedInOrder,
-    Verifications,
-    Verified,
-    differ,
-    digest,
-    find_differences,
-    sample,
-)
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
-from ebbtide.units import format_size
-
-Pack = Callable[[Tensor], Any]
-"""Is called with each tensor that autograd saves, and returns what autograd keeps in its place."""
+from ebbtide.units import few, format_size
 
 
 @final
 @dataclass(frozen=True)
 class RecomputedLayer:
-    """One call of a layer whose forward runs again in backward.
+    """One call of a layer whose operations run again in backward.
 
     Attributes:
         layer: the layer.
         microbatch: number of the forward within the step, from 0.
-        size_bytes: bytes of the storages saved inside it, each counted once, without its inputs and
-            parameters.
-        borrowed_bytes: bytes of its inputs that left the device and are used inside it.
-        num_saved: number of tensors saved inside it.
+        size_bytes: bytes of the storages saved inside it that are computed again, each counted
+            once.
+        num_saved: number of tensors saved inside it that are computed again.
     """
 
     layer: Layer
     microbatch: int
     size_bytes: int
-    borrowed_bytes: int
     num_saved: int
 
 
@@ -116,22 +115,67 @@ class RecomputedHold:
 
 
 @final
+class Proofs:
+    """Which operations of a model's layers have given the same bits when they ran again.
+
+    Attributes:
+        refused: names of the layers that are not recomputed any more, each with the reason.
+    """
+
+    def __init__(self) -> None:
+        self.refused: dict[str, str] = {}
+        self._proven: dict[str, set[Hashable]] = {}
+        self._unsaid: list[str] = []
+
+    def forget(self) -> None:
+        """Prove every operation again when it is used next."""
+        self._proven.clear()
+
+    def of(self, layer: Layer) -> set[Hashable]:
+        """Return the proven operations of a layer, to which more may be added."""
+        return self._proven.setdefault(layer.name, set())
+
+    def refuse(self, layer: Layer, reason: str) -> None:
+        """Never recompute a layer again.
+
+        Args:
+            layer: the layer.
+            reason: what it does, such as "gives other values when it runs again".
+        """
+        if layer.name not in self.refused:
+            self.refused[layer.name] = reason
+            self._unsaid.append(layer.name)
+
+    def warn(self) -> None:
+        """Warn of the layers that have been refused."""
+        if not self._unsaid:
+            return
+        unsaid, self._unsaid = self._unsaid, []
+        why = [f"{name} {self.refused[name]}" for name in unsaid]
+        warn_user(
+            "not-recomputed",
+            f"layers that are not recomputed: {few(why)}. What they save is offloaded instead, and "
+            f"gradients are right. Nothing needs to be changed; to leave such layers out, name the "
+            f"others: layers=[...]",
+        )
+
+
+@final
 class Recomputations:
     """The recomputed layers of one model.
 
     Args:
         activations: the model's activations.
-        verifications: which layers give the same bits again.
+        proofs: which operations give the same bits again.
 
     Attributes:
-        verifications: as given.
-        outside: finds what the code of layers names outside of modules.
+        activations: as given.
+        proofs: as given.
     """
 
-    def __init__(self, activations: Activations, verifications: Verifications) -> None:
-        self._activations = activations
-        self.verifications = verifications
-        self.outside = Outside()
+    def __init__(self, activations: Activations, proofs: Proofs) -> None:
+        self.activations = activations
+        self.proofs = proofs
         self._account: Account = activations.transfers.account
         self._gate = activations.transfers.gate
         on_host = activations.transfers.device.computes_on_host
@@ -145,18 +189,23 @@ class Recomputations:
         return 0 if meter is None else meter.num_verifying
 
     def note_verifying(self) -> None:
-        """Count a call that would be recomputed and is not, because it is verified."""
+        """Count a call whose operations run again to be compared."""
         self._account.meter.num_verifying += 1
 
-    def add(self, owner: _Call, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
-        """Count a call whose first forward has ended.
+    def note_save(self, size_bytes: int) -> None:
+        """Count a tensor that autograd saves and that is computed again."""
+        self._account.meter.num_saved += 1
+        self._account.meter.saved_bytes += size_bytes
+
+    def add(self, owner: object, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
+        """Count a call whose forward has ended.
 
         Args:
             owner: what dies when nothing saved inside the call is needed any more.
             call: what was called.
             forward: the log of its forward.
         """
-        deaths, transfers = self._activations.deaths, self._activations.transfers
+        deaths, transfers = self.activations.deaths, self.activations.transfers
         with transfers, self._gate:
             self._account.meter.recomputed.append(call)
             hold = RecomputedHold()
@@ -175,13 +224,13 @@ class Recomputations:
             return_freed_memory()
 
     def begin(self, hold: RecomputedHold) -> None:
-        """Note that a layer's forward begins again."""
-        self._activations.note_backward(hold.forward)
+        """Note that a layer's operations begin to run again."""
+        self.activations.note_backward(hold.forward)
         self._note_freed(hold.call.size_bytes)  # of the layer whose backward has ended
         with self._gate:
             layer = hold.call.layer
             self._account.take(-hold.held_bytes, Owner.RECOMPUTED, layer)
-            hold.held_bytes = hold.call.size_bytes + hold.call.borrowed_bytes
+            hold.held_bytes = hold.call.size_bytes
             self._account.take(hold.held_bytes, Owner.RECOMPUTED, layer)
         recorder = self._account.recorder
         hold.begun = None if recorder is None else recorder.mark()
@@ -213,13 +262,257 @@ def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:
         yield f"{place[:24]:<24} {'':>3} {size:>10}  {'':<15} {each.num_saved:>5}"
 
 
-# ---- Calls a layer's forward under a checkpoint, which runs it again in backward ----
+# ---- What is known of an operator before it runs
 
-# Long: the two forwards of a call, and what is compared between them, belong together.
+
+class _Traits(NamedTuple):
+    """What an operator does beside computing its result.
+
+    Attributes:
+        writes: places and names of the arguments that it writes.
+        fills: names of the arguments that it writes and does not read.
+        is_view: whether its result is a view of an argument.
+        draws: whether it may draw random numbers.
+        leaves_blank: whether the memory of its result has no values yet.
+        leaves_gaps: whether parts of its smaller results may have no values.
+        communicates: whether it exchanges data with other processes, behind torch's back.
+    """
+
+    writes: tuple[int | str, ...]
+    fills: frozenset[str]
+    is_view: bool
+    draws: bool
+    leaves_blank: bool
+    leaves_gaps: bool
+    communicates: bool
+
+
+_BLANK: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_strided", "empty_permuted"),
+        *("new_empty", "new_empty_strided"),
+    )
+)
+_WITHOUT_EFFECT: Final = frozenset({"aten::record_stream", "aten::set_"})
+"""They compute nothing: the memory of each argument is looked up when it is read."""
+
+# Their schemas do not say that they write the running statistics.
+_UNSAID_WRITES: Final[dict[str, tuple[int, ...]]] = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
+}
+
+# Without dropout, attentions leave the seed and the offset of the random numbers unfilled, and one
+# of them pads the sums of its softmax. They follow from what is compared.
+_ATTENTION: Final = re.compile(r"attention|fused_attn|_flash|fmha", re.IGNORECASE)
+
+
+@functools.cache
+def _is_wrapper(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class consist of others, on which operations run."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+@functools.cache
+def _traits_of(function: Any) -> _Traits | None:
+    """Return what is known of an operator; None if it is none of torch's, or computes nothing."""
+    if not isinstance(function, Operator):
+        return None  # a higher-order operator, such as flex attention that is not compiled
+    schema = function._schema
+    name = schema.name
+    if name in _WITHOUT_EFFECT:
+        return None
+    writes: list[int | str] = [*_UNSAID_WRITES.get(name, ())]
+    fills = set()
+    for place, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes.append(argument.name if argument.kwarg_only else place)
+            if argument.is_out:
+                fills.add(argument.name)
+    space = function.namespace
+    if name == "_c10d_functional::wait_tensor":
+        writes = [0]  # what a collective fills has its values only then
+    return _Traits(
+        tuple(writes),
+        frozenset(fills),
+        not writes and any(each.alias_info is not None for each in schema.returns),
+        torch.Tag.nondeterministic_seeded in function.tags or space not in ("aten", "prims"),
+        name in _BLANK,
+        bool(_ATTENTION.search(name)),
+        space == "c10d",
+    )
+
+
+# ---- One operation of a recording, and where its tensors are
+
+
+@final
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """A tensor in a storage that the recording numbers: all of a tensor but its memory."""
+
+    slot: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, slot: int) -> _Part:
+        conj, neg, offset = tensor.is_conj(), tensor.is_neg(), int(tensor.storage_offset())
+        return cls(slot, tensor.dtype, tensor.size(), tensor.stride(), offset, conj, neg)
+
+    def lay(self, memory: Tensor) -> Tensor:
+        """Return the tensor in the memory of another tensor."""
+        if (
+            memory.dtype is self.dtype
+            and memory.size() == self.size
+            and memory.stride() == self.stride
+            and memory.storage_offset() == self.offset
+            and memory.is_conj() == self.is_conj
+            and memory.is_neg() == self.is_neg
+        ):
+            return memory
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        if self.is_conj:
+            tensor = tensor.conj()
+        return neg_view(tensor) if self.is_neg else tensor
+
+
+@final
+@dataclass(slots=True, frozen=True)
+class _Outer:
+    """A tensor from outside of the layer, by its number in the recording."""
+
+    number: int
+
+
+@final
+@dataclass(slots=True, eq=False, repr=False)
+class _FromOutside:
+    """A tensor from outside of the layer that an operation reads.
+
+    Attributes:
+        tensor: the tensor, until the forward ends.
+        memory: its memory, which the program may exchange meanwhile for another.
+        version: its version when it was read.
+        saved: what it was saved as; None if it is not needed, or the forward has not ended.
+    """
+
+    tensor: Tensor | None
+    memory: Tensor | None
+    version: int
+    saved: Saved | None = None
+
+
+@final
+@dataclass(slots=True, eq=False, repr=False)
+class _Operation:
+    """One operation, ready to run again.
+
+    Attributes:
+        function: the operator.
+        args: its arguments, with parts and numbers in the places of tensors.
+        kwargs: its named arguments, likewise.
+        reads: slots of the storages that it reads or writes.
+        writes: slots of those that it writes and has not made.
+        makes: slots of the storages that it makes, by the place of the result.
+        outer: numbers of the tensors from outside that it reads.
+        numbers: the random numbers that it may draw.
+    """
+
+    function: Any
+    args: Any = ()
+    kwargs: Any = None
+    reads: set[int] = field(default_factory=set)
+    writes: tuple[int, ...] = ()
+    makes: tuple[tuple[int, int], ...] = ()
+    outer: tuple[int, ...] = ()
+    numbers: tuple[_Numbers, ...] = ()
+
+
+class _Step(NamedTuple):
+    """An operation that runs again.
+
+    Attributes:
+        operation: the operation.
+        begins: slots that it is the first to use and that no operation makes.
+        ends: slots that no later operation uses.
+        ends_outer: numbers of tensors from outside that no later operation reads.
+    """
+
+    operation: _Operation
+    begins: set[int]
+    ends: set[int]
+    ends_outer: set[int]
+
+
+def _flat(result: Any) -> Sequence[Any]:
+    """Return the results of an operator one by one."""
+    if isinstance(result, Tensor):
+        return (result,)
+    if isinstance(result, list | tuple):
+        return [leaf for each in result for leaf in _flat(each)] if result else ()
+    return (result,)
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Return what identifies a tensor's storage; 0 if it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return 0
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Numbers(NamedTuple):
+    """Random numbers that an operation may draw.
+
+    Attributes:
+        read: returns the state of their generator.
+        write: sets it.
+        state: the state before the operation ran.
+    """
+
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], object]
+    state: Tensor
+
+
+def _numbers_of(device: torch.device, generator: object) -> Iterator[_Numbers]:
+    """Note the random numbers that an operation draws: those of its generator, or the default."""
+    sources: list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = []
+    if isinstance(generator, torch.Generator):
+        sources.append((generator.get_state, generator.set_state))
+    else:
+        sources.append((torch.get_rng_state, torch.set_rng_state))
+        if device.type not in ("cpu", "meta"):
+            module: Any = torch.get_device_module(device)
+            sources.append(
+                (
+                    lambda: module.get_rng_state(device),
+                    lambda state: module.set_rng_state(state, device),
+                )
+            )
+    for read, write in sources:
+        yield _Numbers(read, write, read())
 
 
 _alone = threading.RLock()
-"""Held while a second forward runs: random numbers and modules are those of the whole process."""
+"""Held while operations run again: random numbers and settings are those of the whole process."""
 
 
 def _renew_lock() -> None:
@@ -231,356 +524,629 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
+Take = Callable[[int, Tensor], None]
+"""Is given the number of a storage, and a tensor in it that nothing will write any more."""
+
+
+@final
+class Recording:
+    """The operations of one call of a layer, as far as backward needs them.
+
+    The handles of the tensors that are saved inside the layer own it.
+
+    Args:
+        account: the model's recomputed layers.
+        layer: the layer.
+    """
+
+    def __init__(self, account: Recomputations, layer: Layer) -> None:
+        self.operations: list[_Operation] = []
+        self.steps: list[_Step] = []
+        self.outer: list[_FromOutside] = []
+        self.begins: dict[int, int | tuple[int, torch.device]] = {}
+        self.handles: Counter[int] = Counter()
+        self.hold: RecomputedHold | None = None
+        self.transfers = account.activations.transfers
+        self._account = account
+        self._device = self.transfers.device
+        self._layer = layer
+        self._settings = kernel_settings()
+        self._values: dict[int, Tensor] = {}
+        self._unread: Counter[int] = Counter()
+        self._home: AbstractStream | None = None
+        self._ready: AbstractEvent | None = None
+
+    def end(self) -> None:
+        """Forget what the saved tensors do not depend on. The forward has ended."""
+        self.steps = self._plan()
+        self.operations = []
+        needed = {number for step in self.steps for number in step.operation.outer}
+        slots = {slot for step in self.steps for slot in step.begins}
+        needed.update(begin for slot in slots if isinstance(begin := self.begins[slot], int))
+        for number, each in enumerate(self.outer):
+            if number not in needed:
+                each.tensor = each.memory = None
+
+    def _plan(self) -> list[_Step]:
+        """Return the operations that the saved tensors depend on, in their order."""
+        wanted, needed = set(self.handles), []
+        for operation in reversed(self.operations or [step.operation for step in self.steps]):
+            made = {slot for _, slot in operation.makes}
+            if wanted.isdisjoint(made) and wanted.isdisjoint(operation.writes):
+                continue
+            needed.append(operation)
+            wanted = (wanted | operation.reads) - made
+        ends, used, used_outer = [], set[int](), set[int]()
+        for operation in needed:
+            slots = operation.reads.union(slot for _, slot in operation.makes)
+            ends.append((slots - used, set(operation.outer) - used_outer))
+            used |= slots
+            used_outer.update(operation.outer)
+        steps = []
+        for operation, (last, last_outer) in zip(needed[::-1], ends[::-1], strict=True):
+            steps.append(_Step(operation, operation.reads & wanted, last, last_outer))
+            wanted -= operation.reads
+        return steps
+
+    def find(self, slot: int) -> Tensor:
+        """Return a tensor in a storage that is computed again.
+
+        Raises:
+            SavedTensorModifiedError: something that it is computed from was modified in place.
+        """
+        # Recordings that run again do so one after the other: two threads that put back the random
+        # numbers would draw from each other's.
+        with _alone:
+            if slot not in self._values:
+                self._run_again()
+            value = self._values[slot]
+            self._unread[slot] -= 1
+            if self._unread[slot] <= 0:
+                del self._values[slot]
+        current = self._device.compute_stream()
+        home, ready = self._home, self._ready
+        assert home is not None and ready is not None
+        # Backward may read on another stream than the one that has computed again.
+        current.wait(ready)
+        self._device.note_use(value, home, current, ready)
+        return value
+
+    def _run_again(self) -> None:
+        hold, layer = self.hold, self._layer
+        if hold is not None:
+            self._account.begin(hold)
+        try:
+            in_range("recompute", layer, self._compute)
+        except SavedTensorModifiedError as error:
+            self._account.proofs.refuse(layer, "reads what is changed in place before backward")
+            raise SavedTensorModifiedError(
+                f"layer {layer.index} ({layer.name}) is computed again in backward from a tensor "
+                f"that was changed in place since its forward ({error}). Change it after backward, "
+                f"clone it before the layer, or leave the layer out: name the others with "
+                f"layers=[...]. From the next step on the layer is not recomputed"
+            ) from error
+        finally:
+            if hold is not None:
+                self._account.end(hold)
+
+    def _compute(self) -> None:
+        self._values = {}
+        self._unread = self.handles.copy()
+        self.run(self._values.__setitem__, self._restore)
+        self._home = self._device.compute_stream()
+        self._ready = self._home.record()
+
+    def _restore(self, number: int) -> Tensor:
+        memory, saved = self.outer[number].memory, self.outer[number].saved
+        if saved is not None:
+            return restore(saved)
+        assert memory is not None, "the forward has not ended"
+        return memory
+
+    def run(self, take: Take, find_outer: Callable[[int], Tensor]) -> None:
+        """Run the operations again.
+
+        Args:
+            take: is given the saved storages, each when nothing will write it any more.
+            find_outer: returns a tensor from outside.
+
+        Streams:
+            The kernels are queued on the current stream.
+        """
+        values: dict[int, Tensor] = {}
+        outer: dict[int, Tensor] = {}
+        # A backward inside of the layer's forward asks before the forward has ended.
+        steps = self._plan() if self.operations else self.steps
+        with self._as_in_forward():
+            for operation, begins, ends, ends_outer in steps:
+                for number in operation.outer:
+                    if number not in outer:
+                        outer[number] = find_outer(number)
+                for slot in begins:
+                    values[slot] = self._begin(slot, find_outer)
+                args = _decode(operation.args, values, outer)
+                kwargs = {n: _decode(each, values, outer) for n, each in operation.kwargs.items()}
+                if operation.numbers:
+                    result = _run_with(operation.numbers, operation.function, args, kwargs)
+                else:
+                    result = operation.function(*args, **kwargs)
+                if operation.makes:
+                    results = _flat(result)
+                    for place, slot in operation.makes:
+                        values[slot] = results[place]
+                    del results
+                del args, kwargs, result
+                for number in ends_outer:
+                    del outer[number]
+                for slot in ends & self.handles.keys():
+                    take(slot, values[slot])
+                for slot in ends:
+                    del values[slot]
+
+    def _begin(self, slot: int, find_outer: Callable[[int], Tensor]) -> Tensor:
+        """Return the memory of a storage that no operation of the recording makes."""
+        begin = self.begins[slot]
+        if isinstance(begin, int):
+            return find_outer(begin).clone()
+        size_bytes, device = begin
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def _as_in_forward(self) -> ExitStack:
+        """Return a block with all that kernels depend on as the forward had it."""
+        stack = ExitStack()
+        stack.enter_context(outside_modes())
+        stack.enter_context(torch.no_grad())
+        for kind in {self._device.torch_device.type, "cpu"}:  # what was noted has been cast
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if self._settings != kernel_settings():
+            stack.enter_context(in_force(self._settings))
+        return stack
+
+
+def _decode(value: Any, values: dict[int, Tensor], outer: dict[int, Tensor]) -> Any:
+    """Return an argument with tensors in the places of what stands for them."""
+    kind = type(value)
+    if kind is _Part:
+        return value.lay(values[value.slot])
+    if kind is _Outer:
+        return outer[value.number]
+    if kind is list or kind is tuple:
+        return kind([_decode(each, values, outer) for each in value])
+    return value
+
+
+def _run_with(numbers: Sequence[_Numbers], function: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation with the random numbers that it had."""
+    before = [each.read() for each in numbers]
+    try:
+        for each in numbers:
+            each.write(each.state)
+        return function(*args, **kwargs)
+    finally:
+        for each, state in zip(numbers, before, strict=True):
+            each.write(state)
+
+
+@final
+class RecomputedTensor(AbstractProbed):
+    """Stands for a tensor that was saved inside a recomputed layer.
+
+    Args:
+        recording: the operations of the layer.
+        slot: number of the tensor's storage in it.
+        tensor: the tensor that was saved.
+        plain: what it was saved as after all, because the layer is not recomputed.
+    """
+
+    __slots__ = ("plain", "recording", "slot")
+
+    def __init__(self, recording: Recording, slot: int, tensor: Tensor) -> None:
+        empty = recording._account.activations.empty
+        super().__init__(tensor, _version_of(tensor), empty)
+        self.recording: Recording | None = recording
+        self.slot = slot
+        self.plain: Saved | None = None
+
+    def restore(self) -> Tensor:
+        if self.is_modified():
+            self._raise_modified()
+        if self.plain is not None:
+            return restore(self.plain)
+        recording = self.recording
+        assert recording is not None
+        try:
+            return self._tensor_in(recording.find(self.slot).untyped_storage())
+        except BaseException as error:
+            recording.transfers.note_error(error)
+            raise
+
+    def is_same(self, value: Tensor, tensor: Tensor) -> bool:
+        """Whether a tensor in a storage that was computed again has the bits of the saved one."""
+        storage = value.untyped_storage()
+        if storage.nbytes() != tensor.untyped_storage().nbytes():
+            return False
+        return torch.equal(_bits_of(self._tensor_in(storage)), _bits_of(tensor.detach()))
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+# ---- Notes the operations of a layer's forward while it runs
+
+
+@final
+class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
+    """Notes the operations that reach kernels, and packs what autograd saves of their results.
+
+    Args:
+        recomputing: the layer, and who is told of it.
+    """
+
+    # Long: what it does for each operation is in one place.
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler for this mode, and call it for each operation."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs as it would; its results come from outside, for a recording."""
+        return True
+
+    def __init__(self, recomputing: Recomputing) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layer, self._hooks, self._account = recomputing
+        self._proven = self._account.proofs.of(self._layer)
+        self._recording = Recording(self._account, self._layer)
+        self._slots: dict[int, int] = {}  # by the address of the storage
+        self._identities: list[Any] = []  # keep the addresses from being used again
+        self._blank: set[int] = set()
+        self._loose: set[int] = set()
+        self._known_outer: dict[Hashable, int] = {}
+        self._outer_addresses: set[int] = set()
+        self._unproven: set[Hashable] = set()
+        self._held: list[tuple[RecomputedTensor, Tensor]] = []
+        self._sizes: dict[int, int] = {}  # of the saved storages
+        self._reason = ""
+        # What a mode of the program computes is compared each time: it may be another mode.
+        self._verifies = has_dispatch_modes()
+
+    def record(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the layer's forward, and note what it does."""
+        try:
+            try:
+                push_hooks(self.pack, restore)
+                push_mode(self)
+                result = forward(*args, **kwargs)
+            finally:
+                pop_mode(self)
+                remove_hooks(self.pack)
+            self._finish()
+        finally:
+            self._let_go()
+        return result
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if types and any(map(_is_wrapper, types)):
+            return NotImplemented  # the operations on what a tensor subclass consists of come here
+        kwargs = kwargs or {}
+        traits = _traits_of(func)
+        if traits is None or traits.is_view:
+            return func(*args, **kwargs)
+        if traits.communicates and not self._reason:
+            self._reason = "exchanges data with other processes"
+        if traits.leaves_blank:
+            blank = func(*args, **kwargs)
+            self._note_blank(blank)
+            return blank
+        self._note_writes(traits, args, kwargs)
+        operation = _Operation(func)
+        operation.args = [self._encode(each, operation) for each in args]
+        operation.kwargs = {name: self._encode(each, operation) for name, each in kwargs.items()}
+        if traits.draws:
+            operation.numbers = tuple(_numbers_of(self._hooks.device, kwargs.get("generator")))
+        result = func(*args, **kwargs)
+        self._note_results(traits, operation, result)
+        if operation.makes or traits.writes:
+            operation.writes = tuple(self._written(traits, args, kwargs))
+            self._recording.operations.append(operation)
+            self._note_proof(func, args)
+        return result
+
+    # ---- what an operation reads, writes and makes --------------------------------------------
+
+    def _arguments(self, places: Iterable[int | str], args: Any, kwargs: Any) -> Iterator[Tensor]:
+        for place in places:
+            if isinstance(place, str):
+                value = kwargs.get(place)
+            else:
+                value = args[place] if place < len(args) else None
+            for each in _flat(value):
+                if isinstance(each, Tensor):
+                    yield each
+
+    def _written(self, traits: _Traits, args: Any, kwargs: Any) -> Iterator[int]:
+        for tensor in self._arguments(traits.writes, args, kwargs):
+            slot = self._slots.get(_address_of(tensor))
+            if slot is not None:
+                yield slot
+
+    def _note_writes(self, traits: _Traits, args: Any, kwargs: Any) -> None:
+        """Note what an operation is about to write."""
+        for place in traits.writes:
+            for tensor in self._arguments((place,), args, kwargs):
+                address = _address_of(tensor)
+                if not address:
+                    self._reason = self._reason or "writes a tensor that is not plain"
+                    continue
+                slot = self._slots.get(address)
+                if slot is None:
+                    slot = self._take_in(tensor, address, fills=place in traits.fills)
+                self._blank.discard(slot)
+
+    def _note_blank(self, tensor: Tensor) -> None:
+        """Number memory that has no values until an operation writes it, or other code does."""
+        if _address_of(tensor):
+            storage = tensor.untyped_storage()
+            slot = self._number(storage)
+            self._recording.begins[slot] = storage.nbytes(), tensor.device
+            self._blank.add(slot)
+
+    def _take_in(self, tensor: Tensor, address: int, *, fills: bool) -> int:
+        """Number a storage from outside that the layer writes, and copy what was in it before."""
+        storage = tensor.untyped_storage()
+        slot = self._number(storage)
+        begins = self._recording.begins
+        if fills and address not in self._outer_addresses:
+            begins[slot] = storage.nbytes(), tensor.device
+            return slot
+        before = bytes_of(storage, torch.empty(0, dtype=torch.uint8, device=tensor.device)).clone()
+        outer = self._recording.outer
+        for each in outer:
+            if each.tensor is not None and _address_of(each.tensor) == address:
+                each.tensor = each.memory = _Part.of(each.tensor, slot).lay(before)
+                each.version = each.tensor._version
+        begins[slot] = len(outer)
+        outer.append(_FromOutside(before, before, before._version))
+        return slot
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        slot = self._slots[int(storage._cdata)] = len(self._identities)
+        # While the weak reference exists, no other storage gets the address of one that was freed.
+        self._identities.append(identity_of(storage))
+        return slot
+
+    def _encode(self, value: Any, operation: _Operation) -> Any:
+        """Return what stands for an argument in a recording."""
+        if isinstance(value, Tensor):
+            address = _address_of(value)
+            slot = self._slots.get(address)
+            if slot is not None and slot in self._blank:
+                self._give_up(address)  # other code has filled it
+                slot = None
+            if slot is None:
+                number = self._number_outer(value, address)
+                operation.outer += (number,)
+                return _Outer(number)
+            operation.reads.add(slot)
+            return _Part.of(value, slot)
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return kind([self._encode(each, operation) for each in value])
+        return value
+
+    def _give_up(self, address: int) -> None:
+        """Take a storage for one from outside from now on."""
+        self._slots.pop(address)
+
+    def _number_outer(self, tensor: Tensor, address: int) -> int:
+        key: Hashable = id(tensor)
+        if address:
+            key = address, _version_of(tensor), _Part.of(tensor, 0)
+            self._outer_addresses.add(address)
+        number = self._known_outer.get(key)
+        if number is None:
+            outer = self._recording.outer
+            number = self._known_outer[key] = len(outer)
+            outer.append(_FromOutside(tensor, tensor.detach(), _version_of(tensor)))
+        return number
+
+    def _note_results(self, traits: _Traits, operation: _Operation, result: Any) -> None:
+        results = _flat(result)
+        made: list[tuple[int, int]] = []
+        for place, each in enumerate(results):
+            if not isinstance(each, Tensor):
+                continue
+            address = _address_of(each)
+            if not address or address in self._slots or address in self._outer_addresses:
+                continue  # a view of an argument, or that argument
+            slot = self._number(each.untyped_storage())
+            made.append((place, slot))
+        if traits.leaves_gaps:
+            most = max((results[place].dim() for place, _ in made), default=0)
+            self._loose.update(slot for place, slot in made if results[place].dim() < most)
+        operation.makes = tuple(made)
+
+    def _note_proof(self, function: Any, args: Any) -> None:
+        key = function, *[each.shape for each in args if isinstance(each, Tensor)]
+        if key not in self._proven:
+            self._unproven.add(key)
+            self._verifies = True
+
+    # ---- what autograd saves ------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """Pack a tensor that autograd saves inside the layer. This is the pack hook."""
+        hooks = self._hooks
+        if type(tensor) in hooks.plain_types:
+            address = _address_of(tensor)
+            slot = self._slots.get(address)
+            if slot is not None and slot in self._blank:
+                self._give_up(address)
+            elif slot is not None and not self._is_written_weight(tensor, slot):
+                return self._pack_recorded(tensor, slot)
+        elif hooks.consists_of_others(tensor):
+            return CompositeTensor(tensor, self.pack)
+        elif is_plain_subclass(tensor, hooks.plain_types):
+            with without_function_subclasses():
+                return self.pack(tensor.as_subclass(Tensor))
+        with aside():
+            return hooks.pack(tensor)
+
+    def _is_written_weight(self, tensor: Tensor, slot: int) -> bool:
+        """Whether a tensor is a weight that the layer has written; it is saved like any weight."""
+        whole = tensor if tensor._base is None else tensor._base
+        return slot in self._recording.begins and self._hooks.is_weight(whole)
+
+    def _pack_recorded(self, tensor: Tensor, slot: int) -> Saved:
+        with aside():
+            handle = RecomputedTensor(self._recording, slot, tensor)
+        self._account.note_save(tensor.nbytes)
+        self._recording.handles[slot] += 1
+        self._sizes[slot] = tensor.untyped_storage().nbytes()
+        if self._verifies:
+            self._held.append((handle, tensor))
+        return handle
+
+    # ---- when the forward has ended -----------------------------------------------------------
+
+    def _finish(self) -> None:
+        recording, layer = self._recording, self._layer
+        if not recording.handles:
+            return
+        if self._verifies:
+            self._account.note_verifying()
+        recording.end()
+        reason = self._reason
+        if not reason and self._verifies:
+            reason = self._verify()
+        if reason:
+            self._save_plainly()
+            if reason is not _NO_MEMORY:
+                self._account.proofs.refuse(layer, reason)
+        else:
+            self._proven |= self._unproven
+        if not recording.handles:
+            return
+        for each in recording.outer:
+            if each.tensor is not None:
+                each.saved = self._save_outer(each)
+                each.tensor = each.memory = None
+        log = self._hooks.log
+        size_bytes = sum(self._sizes[slot] for slot in recording.handles)
+        num_saved = sum(recording.handles.values())
+        call = RecomputedLayer(layer, log.number, size_bytes, num_saved)
+        recording.hold = self._account.add(recording, call, log)
+
+    def _save_outer(self, each: _FromOutside) -> Saved:
+        tensor, memory = each.tensor, each.memory
+        assert tensor is not None and memory is not None
+        if not _address_of(tensor):
+            return self._hooks.pack(tensor)
+        # The program may change a bias before backward, which autograd would not notice.
+        if tensor.nbytes <= _COPIED_BYTES and self._hooks.is_weight(tensor):
+            return memory.clone(), 0, None
+        if _address_of(tensor) != _address_of(memory):
+            return self._hooks.pack(memory)
+        if _version_of(tensor) != each.version:  # unseen, so that backward must raise an error
+            return tensor.detach(), each.version, None
+        return self._hooks.hold_weight(tensor) or self._hooks.pack(tensor)
+
+    def _verify(self) -> str:
+        """Run the operations again and compare. Returns why they must not; "" if they may."""
+        held: dict[int, list[tuple[RecomputedTensor, Tensor]]] = {}
+        for handle, tensor in self._held:
+            held.setdefault(handle.slot, []).append((handle, tensor))
+        differs = False
+
+        def compare(slot: int, value: Tensor) -> None:
+            nonlocal differs
+            if not differs and slot not in self._loose:
+                differs = not all(each.is_same(value, saved) for each, saved in held.get(slot, ()))
+
+        def find_outer(number: int) -> Tensor:
+            memory = self._recording.outer[number].memory
+            assert memory is not None, "it is needed"
+            return memory
+
+        try:
+            with _alone:
+                self._recording.run(compare, find_outer)
+        except torch.OutOfMemoryError:
+            return _NO_MEMORY
+        except Exception as error:  # whatever it raises, the gradients of this step are right
+            return f"raises {type(error).__name__} when it runs again"
+        return "gives other values when it runs again" if differs else ""
+
+    def _save_plainly(self) -> None:
+        """Save what is held as if the layer were not recomputed."""
+        recording = self._recording
+        self._hooks.offload_here()
+        for handle, tensor in self._held:
+            handle.plain, handle.recording = self._hooks.pack(tensor), None
+            recording.handles[handle.slot] -= 1
+        recording.handles = +recording.handles
+        recording.end()
+
+    def _let_go(self) -> None:
+        """Let go of tensors: they refer to the graph that owns the recording."""
+        for each in self._recording.outer:
+            each.tensor = each.memory = None
+        self._held.clear()
+        identities, self._identities = self._identities, []
+        for identity in identities:
+            release_identity(identity)
+        self._slots.clear()
+
+
+_COPIED_BYTES: Final = 64 * 2**10
+_NO_MEMORY: Final = "needs more memory than there is"
+
+
+# ---- A replacement for the forward of a layer, which records it
+
+
 class Recomputing(NamedTuple):
-    """A layer to recompute, who is told of it, and what surrounds its second forward."""
+    """A layer to recompute, the hooks of its model, and who is told of it."""
 
     layer: Layer
     hooks: SavedTensorHooks
     account: Recomputations
-    weights: RestingWeights | None
 
 
 def recompute_later(
     recomputing: Recomputing,
-    module: nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a forward under a checkpoint; see [Note: recomputed layers].
-
-    The first call of a kind is not recomputed; see [Note: verified recomputation].
+    """Call a forward whose operations run again in backward; see [Note: recomputed layers].
 
     Args:
         recomputing: the call, and who is told of it.
-        module: the layer's module.
-        forward: its forward.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-
+        forward: the forward.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
-    layer, hooks, account, weights = recomputing
-    arguments = Arguments(args, kwargs)
-    tensors, arguments.tensors = arguments.tensors, []
-    trained = any(tensor.requires_grad for tensor in tensors)
-    if not trained and not any(weight.requires_grad for weight in module.parameters()):
-        return forward(*args, **kwargs)  # it saves nothing
-    state = ModuleState(module, account.outside, weights, arguments.others)
-    if state.is_lazy:  # only this forward knows the shapes of its weights
-        account.note_verifying()
+    if hasattr(forward, "_torchdynamo_orig_callable"):
+        recomputing.account.proofs.refuse(recomputing.layer, _COMPILED)
+        recomputing.hooks.offload_here()
         return forward(*args, **kwargs)
-    modes = has_modes()
-    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device), modes
-    verified = account.verifications.find(kind)
-    if verified is None:
-        account.note_verifying()
-    call = _Call(recomputing, module, forward, arguments, state, modes, kind, verified)
-    device = hooks.device
-    if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
-        # The checkpoint restores the random numbers of the devices that it finds tensors on.
-        tensors = [*tensors, torch.empty(0, device=device)]
-    return checkpoint(call.run, *tensors, use_reentrant=False)
+    return _Recorder(recomputing).record(forward, args, kwargs)
 
 
-def _autocast(device: torch.device) -> Hashable:
-    kind = device.type
-    if not torch.is_autocast_enabled(kind):
-        return torch.is_autocast_enabled("cpu"), device
-    return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), device
-
-
-def _has_plain_memory(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
-    return plain and bool(tensor.numel()) and not tensor.is_meta
-
-
-@final
-@dataclass(eq=False, repr=False)
-class _Call:
-    """One call of a layer whose forward runs again: what it finds, and who is told of it.
-
-    The second forward saves what the first one has not. If the kind of call is not verified, the
-    first forward saves everything, as if the layer were not recomputed, and the second one is only
-    compared; see [Note: verified recomputation]. The checkpoint holds this object as long as the
-    forward may run again.
-
-    Attributes:
-        recomputing: the layer, who is told of the call, and what surrounds its second forward.
-        module: the layer's module.
-        forward: its forward.
-        arguments: the arguments, without their tensors.
-        state: the state of the module.
-        under_modes: whether the first forward runs under modes of the program.
-        kind: the kind of call.
-        verified: what is known of the kind; None: it is verified now.
-        digests: digests of what the first forward has saved, if this call is verified.
-        samples: what a recomputation is compared by: the 0-dim tensors on the host that the first
-            forward has saved, and a sample of one large tensor, by their numbers.
-        changed_memory: gives what the first forward has changed without a version, by number.
-        changed_cache: what it has changed in a cache; "" if nothing.
-        hold: the hold of a recomputed call, once its first forward has ended.
-    """
-
-    recomputing: Recomputing
-    module: nn.Module
-    forward: Callable[..., Any]
-    arguments: Arguments
-    state: ModuleState
-    under_modes: bool
-    kind: Hashable
-    verified: Verified | None
-    digests: SavedDigests = field(default_factory=SavedDigests)
-    samples: dict[int, Tensor] = field(default_factory=dict)
-    changed_memory: Callable[[], list[int]] = list
-    changed_cache: str = ""
-    hold: RecomputedHold | None = None
-
-    @property
-    def layer(self) -> Layer:
-        """The layer."""
-        return self.recomputing.layer
-
-    @property
-    def verifications(self) -> Verifications:
-        """Which layers give the same bits again."""
-        return self.recomputing.account.verifications
-
-    def run(self, *tensors: Tensor) -> Any:
-        """Run the forward, for the first time or again."""
-        first = self.arguments.take_first()
-        if first is not None:
-            return self._run_first(tensors, *first)
-        if self.verified is None:
-            self._verify(tensors)
-            _save_number()
-        elif self.hold is None:  # backward runs within the forward
-            self._compute_again(tensors)
-        else:
-            self.recomputing.account.begin(self.hold)
-            try:
-                in_range("recompute", self.layer, self._compute_again, tensors)
-            finally:
-                self.recomputing.account.end(self.hold)
-        return None
-
-    def _run_first(
-        self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        saved = _SavedFirst(self)
-        memory: list[Tensor] = []
-        if self.verified is None:
-            self.recomputing.hooks.offload_here()
-            memory = [each for each in self.state.memory(tensors) if _has_plain_memory(each)]
-        before = [digest(each) for each in memory]
-        with saved_tensors_hooks(saved.pack, saved.unpack):
-            result = self.forward(*args, **kwargs)
-        self.changed_cache = self.arguments.find_change()
-        if self.verified is None:
-            self.digests.finish()
-            # What a version does not show: a write through `.data`, a kernel of a large batch norm.
-            self.changed_memory = find_differences(before, [digest(each) for each in memory])
-            saved.number = _save_number()
-        else:
-            log = self.recomputing.hooks.log
-            counted = saved.size_bytes, saved.borrowed_bytes, saved.num_saved
-            call = RecomputedLayer(self.layer, log.number, *counted)
-            self.hold = self.recomputing.account.add(self, call, log)
-        return result
-
-    def _find_change(self) -> str:
-        """Say what the forward, or the program since, has changed that a second one needs."""
-        change = self.changed_cache or self.state.find_change()
-        return change or ("a weight, a buffer or an input" if self.changed_memory() else "")
-
-    def _run_as_first(self, tensors: tuple[Tensor, ...], saved: SavedInOrder, pack: Pack) -> Any:
-        """Run the forward again, with all as the first one found it."""
-        args, kwargs = self.arguments.put_together(tensors)
-        weights = self.recomputing.weights
-        opened = nullcontext() if weights is None else weights.open(self.module)
-        # The program may have entered a mode for its backward only.
-        outside = nullcontext() if self.under_modes else outside_modes()
-        with outside, self.state.put_back(), opened, saved_tensors_hooks(pack, _same):
-            try:
-                result = self.forward(*args, **kwargs)
-                saved.finish()
-            finally:
-                saved.check()
-        return result
-
-    def _compute_again(self, tensors: tuple[Tensor, ...]) -> None:
-        change = self._find_change()
-        if change:
-            self.verifications.raise_changed(self.layer, change)
-        again = _SavedAgain(self)
-        self._run_as_first(tensors, again, again.pack)
-
-    def _verify(self, tensors: tuple[Tensor, ...]) -> None:
-        """Run the forward again and compare what it saves; no error of it is raised."""
-        change = self._find_change()
-        if change:
-            self.verifications.note_change(self.layer, change)
-            return
-        again = SavedDigests()
-        try:
-            result = self._run_as_first(tensors, again, again.note)
-            again.find_unfilled(result)
-            del result
-        except torch.OutOfMemoryError:
-            return  # the next call is verified
-        except Exception as error:  # whatever it raises, the gradients of this step are right
-            reason = f"raises {type(error).__name__} when it runs again"
-            self.verifications.refuse(self.layer, reason)
-            return
-        self.verifications.compare(self.layer, self.kind, self.digests, again)
-
-
-@final
-class _SavedFirst:
-    """Is given what the first forward of a call saves, and hands it on.
-
-    The checkpoint is given what will be recomputed, and ebbtide's hooks what a verified call saves.
-    In that case the checkpoint saves one number after the forward. When backward begins, it is
-    asked for this number, and so it runs the forward again exactly as for a recomputation.
-
-    Attributes:
-        size_bytes: bytes of the storages, each counted once, without the layer's inputs.
-        borrowed_bytes: bytes of its inputs that are used in it and that are not kept on the device.
-        num_saved: number of saved tensors.
-        number: the node that saved a number under the checkpoint, from the end of the first forward
-            on until backward begins; None if the forward does not run again.
-    """
-
-    def __init__(self, call: _Call) -> None:
-        hooks: tuple[Any, Any] = (None, None) if call.verified is None else top_hooks()
-        self._pack, self._unpack = hooks
-        self._call = call
-        self.size_bytes = self.borrowed_bytes = self.num_saved = 0
-        self.number: Any = None
-        self._known: dict[int, StorageWeakRef] = {}
-
-    def pack(self, tensor: Tensor) -> Any:
-        call, place = self._call, self.num_saved
-        self.num_saved = place + 1
-        if call.verified is None:
-            call.digests.note(tensor, is_weight=call.recomputing.hooks.is_weight(tensor))
-            return call.recomputing.hooks.pack(tensor)
-        on_host = tensor.device.type == "cpu" and not tensor.dim()
-        if place == call.verified.sampled or (on_host and place not in call.verified.unfilled):
-            taken = sample(tensor)
-            if taken is not None:
-                call.samples[place] = taken
-        self._count(tensor)
-        return self._pack(tensor)
-
-    def _count(self, tensor: Tensor) -> None:
-        for storage, record in self._call.recomputing.hooks.look_at(tensor):
-            address = storage._cdata
-            if address not in self._known:
-                # While the weak reference exists, no other storage gets the same address.
-                self._known[address] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                if record is None:
-                    self.size_bytes += storage.nbytes()
-                elif record.decision is not KEEP:
-                    self.borrowed_bytes += record.unpacked_bytes
-
-    def unpack(self, packed: Any) -> Tensor:
-        call = self._call
-        if call.verified is None:
-            if self.number is not None and in_backward():
-                number, self.number = self.number, None
-                if number is not None:  # else another thread has been faster
-                    self._verify(number)
-            return restore(packed)
-        try:
-            # Forwards that run again do so one after the other. Two
-            # threads that put back the random numbers would draw from each other's.
-            with _alone:
-                tensor: Tensor = self._unpack(packed)
-        except CheckpointError as error:
-            call.verifications.raise_changed(call.layer, "", error)
-        except SavedTensorModifiedError as error:
-            # torch may train with such a program. The next steps do, too.
-            if call.layer.name not in call.verifications.refused:
-                call.verifications.raise_changed(call.layer, "an input or a weight", error)
-            raise
-        if call.recomputing.weights is not None:
-            call.recomputing.weights.note_read(tensor)
-        return tensor
-
-    def _verify(self, number: Any) -> None:
-        """Have the checkpoint run the forward again."""
-        try:
-            with _alone:
-                number._saved_result  # noqa: B018
-        except SavedTensorModifiedError:  # an input was changed: backward may not need it
-            self._call.verifications.note_change(self._call.layer, "an input")
-
-
-@final
-class _SavedAgain(SavedInOrder):
-    """Checks what the second forward saves, and hands it to the checkpoint's hooks.
-
-    The checkpoint ends the forward when it is given the last tensor that backward needs.
-    """
-
-    def __init__(self, call: _Call) -> None:
-        super().__init__()
-        pack, _ = top_hooks()
-        # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
-        self._pack = getattr(pack, "__wrapped__", pack)
-        self._call = call
-        self._handed: list[tuple[Tensor, int]] = []
-
-    def _take(self, place: int, tensor: Tensor) -> None:
-        call = self._call
-        if place in call.samples:
-            # What a recomputation gives is compared with what the forward gave.
-            # A layer that depends on a counter outside of it gives gradients of another
-            # computation.
-            again = sample(tensor)
-            differs = True if again is None else differ(call.samples[place], again)
-            if isinstance(differs, Tensor):
-                call.verifications.note_sample(call.layer, differs)
-            elif differs:
-                call.verifications.raise_changed(call.layer, "")
-        if not tensor.is_inference():
-            self._handed.append((tensor.detach(), tensor._version))
-        self._pack(tensor)
-
-    def check(self) -> None:
-        # What was changed after it was saved is not used: plain autograd refuses it, and a
-        # checkpoint would compute with the changed values.
-        for tensor, version in self._handed:
-            if tensor._version != version:
-                raise_modified(tensor, version, tensor.shape)
-
-
-def _save_number() -> Any:
-    """Have autograd save a number. Returns the node that has saved it."""
-    return torch.ones((), requires_grad=True, device="cpu", dtype=torch.float32).exp().grad_fn
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-# Autograd calls these while a compiled layer runs, and the compiler would trace them, too.
-for _hook in (
-    _SavedFirst.pack,
-    _SavedFirst.unpack,
-    SavedInOrder.pack,
-    SavedDigests.note,
-    _same,
-):
-    skip_in_compiler(_hook)
-
-
-# ---- A replacement for a layer's forward that backward runs again, instead of saving what it saves
+_COMPILED: Final = "is compiled, so that no operations of it can run again by themselves"
 
 
 @final
 class RecomputedForward(ForwardReplacement):
-    """Calls a layer's forward under a checkpoint where the policy says so; else as it is.
+    """Calls a layer's forward, and records it where the policy says so.
 
     Args:
         find: says whether the call that begins now is recomputed.
@@ -614,7 +1180,7 @@ class RecomputedForward(ForwardReplacement):
         recomputing = self._find_recomputing()
         if recomputing is None or module is None:
             return forward(*args, **kwargs)
-        return recompute_later(recomputing, module, compiled_as_here(forward), args, kwargs)
+        return recompute_later(recomputing, compiled_as_here(forward), args, kwargs)
 
     def _find_recomputing(self) -> Recomputing | None:
         return self._find()
@@ -629,6 +1195,9 @@ class RecomputedForward(ForwardReplacement):
             module.__dict__["forward"] = self._forward
 
 
+# Autograd and torch call these while a compiled region runs, and the compiler would trace them.
+skip_in_compiler(_Recorder.pack)
+skip_in_compiler(_Recorder.__torch_dispatch__)
 skip_in_compiler(RecomputedForward.__call__, with_callees=False)
 # Within a module that is compiled and that the compiler does not trace, such as an nn.Sequential.
 skip_in_compiler(RecomputedForward._find_recomputing)

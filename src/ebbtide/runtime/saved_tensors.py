@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, final
 
 import torch
@@ -27,7 +27,6 @@ from ebbtide.runtime.handles import (
     StorageRecord,
     is_mask,
     is_of_checkpoint,
-    is_of_recomputed,
     pass_through,
     raise_modified,
     restore,
@@ -37,12 +36,13 @@ from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import (
     NestedTensor,
+    OwnMode,
     has_dispatch_modes,
     hooks_are_enabled,
     is_written_down,
     parts_of,
-    pop_hooks,
     push_hooks,
+    remove_hooks,
     sequence_number,
     set_version,
     tolerate_hooks,
@@ -182,6 +182,8 @@ def hooks_are_wanted(forward: object = None) -> bool:
     if not torch.is_grad_enabled() or not hooks_are_enabled():
         return False
     hooks = top_hooks()
+    if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), OwnMode):
+        return False  # they are of a recomputed layer
     if hooks is not None and hooks[1] is not restore:
         if not is_of_checkpoint(hooks[0]):
             _warn_of_other_hooks(hooks[0], forward)
@@ -209,7 +211,7 @@ def refuse_moving_weights() -> None:
 
 def let_others_disable() -> None:
     """See [Note: torch.func inside a forward]. Calling this again does nothing."""
-    tolerate_hooks(lambda pack, unpack: unpack is restore or is_of_recomputed(pack))
+    tolerate_hooks(lambda _, unpack: unpack is restore)
 
 
 def _warn_of_other_hooks(pack: Any, forward: object) -> None:
@@ -330,12 +332,9 @@ class SavedTensorHooks:
             )
 
     def _warn_if_nothing_left(self) -> None:
-        """Say after the first step why it has offloaded nothing, if so.
-
-        Layers that a policy recomputes are verified in the first step, so the second one tells.
-        """
-        meter, first = self._account.last_meter, 1 + self._placement.verifies_first
-        if self._has_looked or meter is None or self._account.num_steps < first:
+        """Say after the first step why it has offloaded nothing, if so."""
+        meter = self._account.last_meter
+        if self._has_looked or meter is None or not self._account.num_steps:
             return
         self._has_looked = True
         left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes
@@ -347,7 +346,7 @@ class SavedTensorHooks:
                 "all that autograd saved are parameters, buffers, or casts of them, which "
                 "weights=ebbtide.WeightPolicy() offloads"
             )
-        elif meter.recomputed:
+        elif self._placement.recomputes_layers:
             why = (
                 "the layers that it recomputes save nothing but their inputs; name larger ones "
                 "with layers=[...]"
@@ -374,22 +373,8 @@ class SavedTensorHooks:
             self._account.memory.note_values(owner, values)
 
     def pop(self) -> bool:
-        """Take the hooks from autograd's stack, and what an interrupt has left above them.
-
-        Returns:
-            False if they are not there: the stack is then as it was.
-        """
-        above = []
-        while (top := top_hooks()) is not None:
-            if top[0] != self.pack and not hooks_are_enabled():
-                break  # what is taken could not be put back
-            pop_hooks()
-            if top[0] == self.pack:
-                return True
-            above.append(top)
-        for hooks in reversed(above):
-            push_hooks(*hooks)
-        return False
+        """Take the hooks from autograd's stack; return whether they were there."""
+        return remove_hooks(self.pack)
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Pack a tensor that autograd saves. This is the pack hook.
@@ -461,49 +446,6 @@ class SavedTensorHooks:
         """Offload what the layer that runs saves from now on, whatever the policy says."""
         self._activations.scopes.here.offloads = True
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter, or a part of one."""
-        for part in parts_of(tensor):
-            try:
-                begin = part.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):  # it has no memory of its own
-                return False
-            if self._is_parameter(part, part if part._base is None else part._base, begin):
-                return True
-        return False
-
-    def look_at(
-        self, tensor: torch.Tensor
-    ) -> Iterator[tuple[torch.UntypedStorage, StorageRecord | None]]:
-        """Count a tensor that is saved inside a recomputed layer, and yield its storages.
-
-        Parameters, and small inputs of the layer, are counted and not yielded.
-
-        Yields:
-            A storage, and its record. It has one if it is an input of the layer.
-        """
-        meter, small = self._account.meter, self._scopes.here.small.sizes
-        for part in parts_of(tensor):
-            meter.num_saved += 1
-            try:
-                storage, pointer, size_bytes = part.untyped_storage(), part.data_ptr(), part.nbytes
-            except (RuntimeError, NotImplementedError):  # it has no memory of its own
-                continue
-            meter.saved_bytes += size_bytes
-            whole = part if part._base is None else part._base
-            if self._is_parameter(part, whole, storage.data_ptr()):
-                meter.parameter_bytes += size_bytes
-            elif pointer and part.device == self.device and whole.data_ptr() not in small:
-                yield storage, self._activations.find(storage._cdata, part._version)
-
-    def _is_parameter(self, tensor: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
-        if self._pack_weight is not None and self._pack_weight(tensor, whole) is not None:
-            return True
-        if self._unsharded.is_sharded and self._unsharded.own(tensor.untyped_storage()):
-            return True
-        owns, pointer = self._parameters.owns, whole.data_ptr()
-        return owns(tensor, pointer) or (pointer != begin and owns(tensor, begin))
-
     def _pack_large(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
     ) -> Saved:
@@ -570,14 +512,43 @@ class SavedTensorHooks:
         # What it is rebuilt from may have changed. The bytes are still here.
         return all(can_restore(saved) for saved in call.inputs)
 
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, or stands for one that rests elsewhere."""
+        if type(tensor) in self.plain_types and type(tensor) is not torch.Tensor:
+            return True
+        return tensor.layout is torch.strided and self._parameters.has_at(tensor.data_ptr())
+
+    def hold_weight(self, tensor: torch.Tensor) -> Saved | None:
+        """Return the handle of a weight that a recomputed layer reads again; None if it is none.
+
+        It does not count as saved by autograd.
+        """
+        whole = tensor if tensor._base is None else tensor._base
+        if self._pack_weight is not None:
+            saved = self._pack_weight(tensor, whole)
+            if saved is not None:
+                return saved
+        if not self._parameters.owns(tensor, whole.data_ptr()):
+            return None
+        # The memory that it has now, whatever `weight.data = ...` gives it before backward; but
+        # DeepSpeed takes a weight's memory away when the forward has used it.
+        held = tensor if hasattr(whole, "ds_id") else tensor.detach()
+        return held, tensor._version, None
+
+    def consists_of_others(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a wrapper subclass whose inner tensors are saved each."""
+        if tensor.device != self.device or not hasattr(tensor, "__tensor_flatten__"):
+            return False
+        return not self._parameters.owns_outer(tensor)
+
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
         if is_plain_subclass(tensor, self.plain_types):
             # From hooks, torch itself gives backward no tensors of other classes.
             with without_function_subclasses():
                 return self.pack(tensor.as_subclass(torch.Tensor))
+        if self.consists_of_others(tensor):
+            return CompositeTensor(tensor, self.pack)  # its inner tensors count
         if tensor.device == self.device and hasattr(tensor, "__tensor_flatten__"):
-            if not self._parameters.owns_outer(tensor):
-                return CompositeTensor(tensor, self.pack)  # its inner tensors count
             size_bytes = sum(part.nbytes for part in parts_of(tensor))
             meter = self._account.meter
             meter.num_saved += 1

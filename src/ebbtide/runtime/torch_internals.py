@@ -19,7 +19,6 @@ from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -63,6 +62,28 @@ pop_hooks: Final[Any] = _AUTOGRAD._pop_saved_tensors_default_hooks
 
 hooks_are_enabled: Final[Any] = _AUTOGRAD._saved_tensors_hooks_is_enabled
 """Whether autograd calls hooks at all. `torch.func.grad` disables them."""
+
+
+def remove_hooks(pack: Callable[..., Any]) -> bool:
+    """Take hooks from autograd's stack, and what an interrupt has left above them.
+
+    Args:
+        pack: the pack hook.
+
+    Returns:
+        False if they are not there: the stack is then as it was.
+    """
+    above = []
+    while (top := top_hooks()) is not None:
+        if top[0] != pack and not hooks_are_enabled():
+            break  # what is taken could not be put back
+        pop_hooks()
+        if top[0] == pack:
+            return True
+        above.append(top)
+    for hooks in reversed(above):
+        push_hooks(*hooks)
+    return False
 
 
 def tolerate_hooks(are_harmless: Callable[[Any, Any], bool]) -> None:
@@ -157,6 +178,63 @@ def is_written_down() -> bool:
 
 count_dispatch_modes: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 """Counts the modes that see the operations of the calling thread."""
+
+_count_modes: Final = torch._C._len_torch_dispatch_stack
+_push: Final[Any] = torch._C._push_on_torch_dispatch_stack
+_pop: Final[Any] = torch._C._pop_torch_dispatch_stack
+
+
+Operator: Final = torch._ops.OpOverload
+"""The class of operators that reach kernels, each with a schema."""
+
+
+class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode of this package.
+
+    It is pushed by `push_mode`: to enter a mode by `with` sets what the whole process is told of
+    modes, which threads then set back in another order.
+    """
+
+
+def push_mode(mode: OwnMode) -> None:
+    """Have a mode see the operations of the calling thread from now on, before all others do."""
+    _push(mode)
+
+
+def pop_mode(mode: OwnMode) -> None:
+    """Take a mode from those of the calling thread, and leave those that came after it."""
+    above = []
+    while _count_modes():
+        top = _pop(None)
+        if top is mode:
+            break
+        above.append(top)
+    for each in reversed(above):
+        _push(each)
+
+
+def drop_own_modes() -> None:
+    """Take the modes of this package from the calling thread, which an interrupt has left there."""
+    while (count := _count_modes()) and isinstance(
+        torch._C._get_dispatch_stack_at(count - 1), OwnMode
+    ):
+        _pop(None)
+
+
+def aside() -> contextlib.AbstractContextManager[object]:
+    """Return a block that the innermost mode does not see, if it belongs to this package."""
+    count = _count_modes()
+    mode = torch._C._get_dispatch_stack_at(count - 1) if count else None
+    return _without(mode) if isinstance(mode, OwnMode) else _AS_IT_IS
+
+
+@contextlib.contextmanager
+def _without(mode: OwnMode) -> Iterator[None]:
+    _pop(None)
+    try:
+        yield
+    finally:
+        _push(mode)
 
 
 def has_dispatch_modes() -> bool:
@@ -266,9 +344,6 @@ def _set_deterministic(mode: bool, warn_only: bool) -> None:
 KERNEL_SETTINGS: Final = _kernel_settings()
 """The settings that kernels depend on: what reads each of them, and what sets it."""
 
-
-PARAMETRIZATION_CACHE: Final = vars(parametrize), frozenset({"_cache_enabled", "_cache"})
-"""Where torch keeps what `parametrize.cached` has computed, and the names there."""
 
 # ---- Modules
 

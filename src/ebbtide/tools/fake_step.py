@@ -20,7 +20,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.policy import refuse
 from ebbtide.runtime.handles import pass_through, restore
-from ebbtide.runtime.module_state import note_random_numbers
+from ebbtide.runtime.record import note_random_numbers
 from ebbtide.runtime.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,

@@ -35,8 +35,8 @@ from ebbtide.devices.simulated import POISON, SimulatedDevice
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
-from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
+from ebbtide.runtime.record import note_random_numbers
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import count, format_size

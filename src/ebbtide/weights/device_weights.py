@@ -102,7 +102,7 @@ class WeightTensor(AbstractAway):
                 f"forward that used it and its backward; modify weights after backward, or run "
                 f"the forward again"
             )
-        self._member.read_by, self._member.read_again = _running_node(), False
+        self._member.read_by = _running_node()
         buffer = self._weights.bring(self._group, self._member)
         if self._is_cast:
             buffer = self._member.view_of(buffer).to(self._dtype)
@@ -415,7 +415,7 @@ class DeviceWeights(AbstractWeights):
         new = [each for each in members if each.device is None and not each.is_on_device]
         node = None if _runs_checkpoint() else _running_node()
         for each in members if node is not None else ():
-            if each.read_by == node and (each in new or each.read_again):
+            if each.read_by == node and each in new:
                 # What autograd has unpacked is of the forward's graph. The program is about to ask
                 # for its gradient in a graph of another device parameter, and to get none.
                 raise PolicyError(
@@ -690,13 +690,6 @@ class DeviceWeights(AbstractWeights):
         if found is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
             return None
         return WeightTensor(self, *found, tensor, is_cast=True)
-
-    def note_read(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is torch.Tensor or isinstance(tensor, DeviceParameter):
-            group = self._at.get(tensor.untyped_storage()._cdata)
-            if group is not None:
-                member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
-                member.read_by, member.read_again = _running_node(), True
 
     @_with_the_lock
     def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -28,7 +28,6 @@ from ebbtide.runtime.torch_internals import (
     has_hook,
     in_backward,
     is_written_down,
-    modules_of,
     tree_leaves,
 )
 from ebbtide.runtime.transfers import Transfers
@@ -358,9 +357,6 @@ class AbstractWeights(ABC):
         """Whether the model's forward pass or one of its modules is running."""
         return False
 
-    def note_read(self, tensor: torch.Tensor) -> None:  # noqa: B027 - where nothing is exchanged
-        """Note that a backward reads a tensor that a recomputed layer has saved."""
-
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:  # noqa: ARG002
         """Replace a saved tensor by a handle if it is a view or a cast of an offloaded weight.
 
@@ -395,16 +391,6 @@ class AbstractWeights(ABC):
 
     def at_rest(self) -> frozenset[int]:
         return frozenset(self._found)
-
-    def rests(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the host value of a weight, with which nothing computes."""
-        return not self._device.computes_on_host and tensor in self
-
-    def versions_of(self, module: nn.Module) -> Hashable:
-        """Return what changes with the values of the weights that a module is called with."""
-        inside = {id(each) for each in modules_of(module)}
-        used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
-        return tuple(each.mark() for group in used for each in group.members)
 
     def _adopt(
         self,
@@ -511,19 +497,6 @@ class AbstractWeights(ABC):
             self.leave(group)
         outputs = [leaf for leaf in tree_leaves(values[-1]) if isinstance(leaf, torch.Tensor)]
         watch_nodes(outputs, lambda _: self.begin_backward(groups))
-
-    @contextlib.contextmanager
-    def open(self, module: nn.Module) -> Iterator[None]:
-        """Surround a forward of a module whose hooks torch does not call."""
-        # A module that has been detached since has its parameters, and needs no groups.
-        used = self._used if self._hooks else ()
-        groups = next((groups for each, groups in used if each is module), ())
-        self._begin(groups, ((), {}))
-        try:
-            yield
-        finally:
-            for group in groups:
-                self.leave(group)
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:

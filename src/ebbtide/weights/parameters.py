@@ -311,7 +311,6 @@ class OffloadedParameter:
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
         read_by: the backward and the node that read it last as a saved tensor.
-        read_again: whether that was one of a recomputed layer.
         has_left: whether `restore_to` has moved the parameter back to the device.
     """
 
@@ -331,7 +330,6 @@ class OffloadedParameter:
         self.move: weakref.ref[Node] | None = None
         self.device_leaf: torch.Tensor | None = None
         self.read_by: tuple[int, int] | None = None
-        self.read_again = False
         self.has_left = False
 
     # ---- memory -------------------------------------------------------------------------------
