@@ -470,7 +470,7 @@ def _address_of(tensor: Tensor) -> int:
         return 0
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, or an opaque tensor
         return 0
 
 
@@ -845,8 +845,7 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
             blank = func(*args, **kwargs)
             self._note_blank(blank)
             return blank
-        self._note_writes(traits, args, kwargs)
-        operation = _Operation(func)
+        operation = _Operation(func, writes=self._note_writes(traits, args, kwargs))
         operation.args = [self._encode(each, operation) for each in args]
         operation.kwargs = {name: self._encode(each, operation) for name, each in kwargs.items()}
         if traits.draws:
@@ -854,33 +853,23 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self._note_results(traits, operation, result)
         if operation.makes or traits.writes:
-            operation.writes = tuple(self._written(traits, args, kwargs))
             self._recording.operations.append(operation)
             self._note_proof(func, args)
         return result
 
     # ---- what an operation reads, writes and makes --------------------------------------------
 
-    def _arguments(self, places: Iterable[int | str], args: Any, kwargs: Any) -> Iterator[Tensor]:
-        for place in places:
+    def _note_writes(self, traits: _Traits, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Note what an operation is about to write; return the slots."""
+        slots = []
+        for place in traits.writes:
             if isinstance(place, str):
                 value = kwargs.get(place)
             else:
                 value = args[place] if place < len(args) else None
-            for each in _flat(value):
-                if isinstance(each, Tensor):
-                    yield each
-
-    def _written(self, traits: _Traits, args: Any, kwargs: Any) -> Iterator[int]:
-        for tensor in self._arguments(traits.writes, args, kwargs):
-            slot = self._slots.get(_address_of(tensor))
-            if slot is not None:
-                yield slot
-
-    def _note_writes(self, traits: _Traits, args: Any, kwargs: Any) -> None:
-        """Note what an operation is about to write."""
-        for place in traits.writes:
-            for tensor in self._arguments((place,), args, kwargs):
+            for tensor in _flat(value):
+                if not isinstance(tensor, Tensor):
+                    continue
                 address = _address_of(tensor)
                 if not address:
                     self._reason = self._reason or "writes a tensor that is not plain"
@@ -889,6 +878,8 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
                 if slot is None:
                     slot = self._take_in(tensor, address, fills=place in traits.fills)
                 self._blank.discard(slot)
+                slots.append(slot)
+        return tuple(slots)
 
     def _note_blank(self, tensor: Tensor) -> None:
         """Number memory that has no values until an operation writes it, or other code does."""
@@ -928,7 +919,7 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
             address = _address_of(value)
             slot = self._slots.get(address)
             if slot is not None and slot in self._blank:
-                self._give_up(address)  # other code has filled it
+                del self._slots[address]  # other code has filled it: it is from outside
                 slot = None
             if slot is None:
                 number = self._number_outer(value, address)
@@ -940,10 +931,6 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if kind is list or kind is tuple:
             return kind([self._encode(each, operation) for each in value])
         return value
-
-    def _give_up(self, address: int) -> None:
-        """Take a storage for one from outside from now on."""
-        self._slots.pop(address)
 
     def _number_outer(self, tensor: Tensor, address: int) -> int:
         key: Hashable = id(tensor)
@@ -974,7 +961,7 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
         operation.makes = tuple(made)
 
     def _note_proof(self, function: Any, args: Any) -> None:
-        key = function, *[each.shape for each in args if isinstance(each, Tensor)]
+        key = function, *[(each.shape, each.dtype) for each in args if isinstance(each, Tensor)]
         if key not in self._proven:
             self._unproven.add(key)
             self._verifies = True
@@ -988,7 +975,7 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
             address = _address_of(tensor)
             slot = self._slots.get(address)
             if slot is not None and slot in self._blank:
-                self._give_up(address)
+                del self._slots[address]
             elif slot is not None and not self._is_written_weight(tensor, slot):
                 return self._pack_recorded(tensor, slot)
         elif hooks.consists_of_others(tensor):
