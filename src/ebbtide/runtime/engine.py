@@ -340,8 +340,14 @@ class Engine:
     # ---- called by the hooks on a model's layers ----------------------------------------------
 
     def begin_forward(self) -> None:
-        """Note that a forward of the model begins."""
+        """Note that a forward of the model begins.
+
+        Raises:
+            SavedTensorModifiedError: a layer was recomputed on an accelerator in a step before and
+                has given something else.
+        """
         self._proofs.warn()
+        self._proofs.check_samples(self.transfers.device)
         if self._windows is not None:
             self._windows.begin_forward(self.activations)
         if self.executor is not None:

@@ -16,7 +16,9 @@ an extension, are not noted, and some kernels give other bits each time. So the 
 layer uses an operation with arguments of these shapes, the tensors that it saves from then on are
 held until its forward ends. Then the operations run again, and their results are compared to the
 bit. If they are the same, the tensors are freed, and the operations are proven. If not, the
-tensors are saved as if the layer were not recomputed, which it never is again.
+tensors are saved as if the layer were not recomputed, which it never is again. Code that writes
+memory so in a later call only is found by samples: some elements of what is saved are kept, and
+compared with what is computed again.
 """
 
 from __future__ import annotations
@@ -30,12 +32,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
-from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer, in_range
+from ebbtide.devices.device import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractStream,
+    Layer,
+    in_range,
+)
 from ebbtide.errors import SavedTensorModifiedError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import (
@@ -126,6 +134,8 @@ class Proofs:
         self.refused: dict[str, str] = {}
         self._proven: dict[str, set[Hashable]] = {}
         self._unsaid: list[str] = []
+        self._samples: list[tuple[Layer, Tensor]] = []
+        self._on_way: list[tuple[list[Layer], Tensor, AbstractEvent]] = []
 
     def forget(self) -> None:
         """Prove every operation again when it is used next."""
@@ -145,6 +155,51 @@ class Proofs:
         if layer.name not in self.refused:
             self.refused[layer.name] = reason
             self._unsaid.append(layer.name)
+
+    def compare(self, layer: Layer, one: Tensor, other: Tensor | None) -> None:
+        """Compare samples of a tensor and of what was computed again.
+
+        On an accelerator the host does not wait; `check_samples` reads the result later.
+
+        Raises:
+            SavedTensorModifiedError: they differ.
+        """
+        if other is None or one.shape != other.shape:
+            self._raise_differs(layer)
+        bits = one.view(torch.uint8), other.view(torch.uint8)
+        if one.device.type != "cpu":
+            self._samples.append((layer, (bits[0] != bits[1]).any()))
+        elif not torch.equal(*bits):
+            self._raise_differs(layer)
+
+    def check_samples(self, device: AbstractDevice) -> None:
+        """Check the samples of the recomputations before; the host does not wait for them.
+
+        Raises:
+            SavedTensorModifiedError: one of them differs.
+        """
+        on_way, self._on_way = self._on_way, []
+        for layers, flags, copied in on_way:
+            if not copied.query():
+                self._on_way.append((layers, flags, copied))
+                continue
+            for layer, differs in zip(layers, flags.tolist(), strict=True):
+                if differs:
+                    self._raise_differs(layer)
+        if self._samples:
+            samples, self._samples = self._samples, []
+            flags = torch.stack([differs for _, differs in samples]).to("cpu", non_blocking=True)
+            copied = device.compute_stream().record()
+            self._on_way.append(([layer for layer, _ in samples], flags, copied))
+
+    def _raise_differs(self, layer: Layer) -> NoReturn:
+        self.refuse(layer, _DIFFERS)
+        raise SavedTensorModifiedError(
+            f"layer {layer.index} ({layer.name}) was computed again in backward and gave other "
+            f"values than in its forward, so gradients are wrong: code in it, such as a kernel of "
+            f"an extension, writes memory without a word to torch. Repeat the step from the "
+            f"weights before it; from now on the layer is not recomputed"
+        )
 
     def warn(self) -> None:
         """Warn of the layers that have been refused."""
@@ -629,6 +684,10 @@ class Recording:
             if hold is not None:
                 self._account.end(hold)
 
+    def compare(self, one: Tensor, other: Tensor | None) -> None:
+        """Compare samples of a tensor that was saved and of what was computed again."""
+        self._account.proofs.compare(self._layer, one, other)
+
     def _compute(self) -> None:
         self._values = {}
         self._unread = self.handles.copy()
@@ -738,7 +797,7 @@ class RecomputedTensor(AbstractProbed):
         plain: what it was saved as after all, because the layer is not recomputed.
     """
 
-    __slots__ = ("plain", "recording", "slot")
+    __slots__ = ("plain", "recording", "sample", "slot")
 
     def __init__(self, recording: Recording, slot: int, tensor: Tensor) -> None:
         empty = recording._account.activations.empty
@@ -746,6 +805,7 @@ class RecomputedTensor(AbstractProbed):
         self.recording: Recording | None = recording
         self.slot = slot
         self.plain: Saved | None = None
+        self.sample: Tensor | None = None
 
     def restore(self) -> Tensor:
         if self.is_modified():
@@ -755,7 +815,11 @@ class RecomputedTensor(AbstractProbed):
         recording = self.recording
         assert recording is not None
         try:
-            return self._tensor_in(recording.find(self.slot).untyped_storage())
+            tensor = self._tensor_in(recording.find(self.slot).untyped_storage())
+            sample, self.sample = self.sample, None
+            if sample is not None:
+                recording.compare(sample, _sample(tensor))
+            return tensor
         except BaseException as error:
             recording.transfers.note_error(error)
             raise
@@ -766,6 +830,16 @@ class RecomputedTensor(AbstractProbed):
         if storage.nbytes() != tensor.untyped_storage().nbytes():
             return False
         return torch.equal(_bits_of(self._tensor_in(storage)), _bits_of(tensor.detach()))
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """Return a copy of elements spread over a tensor; None if it is too unusual."""
+    size = tensor.numel()
+    if not size or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    count = min(size, _SAMPLED)
+    spread = tensor.detach().as_strided((count,), (size // count,), int(tensor.storage_offset()))
+    return spread.clone()
 
 
 def _bits_of(tensor: Tensor) -> Tensor:
@@ -994,6 +1068,9 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
     def _pack_recorded(self, tensor: Tensor, slot: int) -> Saved:
         with aside():
             handle = RecomputedTensor(self._recording, slot, tensor)
+            # What no operation of the graph has made may be written by the operator that saves it.
+            if not self._verifies and tensor.grad_fn is not None and slot not in self._loose:
+                handle.sample = _sample(tensor)
         self._account.note_save(tensor.nbytes)
         self._recording.handles[slot] += 1
         self._sizes[slot] = tensor.untyped_storage().nbytes()
@@ -1069,7 +1146,7 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
             return _NO_MEMORY
         except Exception as error:  # whatever it raises, the gradients of this step are right
             return f"raises {type(error).__name__} when it runs again"
-        return "gives other values when it runs again" if differs else ""
+        return _DIFFERS if differs else ""
 
     def _save_plainly(self) -> None:
         """Save what is held as if the layer were not recomputed."""
@@ -1093,6 +1170,8 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
 
 
 _COPIED_BYTES: Final = 64 * 2**10
+_DIFFERS: Final = "gives other values when it runs again"
+_SAMPLED: Final = 256
 _NO_MEMORY: Final = "needs more memory than there is"
 
 
