@@ -371,9 +371,6 @@ def _cut(program: Program, run: Run, words: Sequence[str], *, last_too: bool) ->
 
 
 def _difference(program: Program, plain: Run, mine: Run) -> Difference | None:
-    if program.repeats:
-        words = (".backward(", "autograd.grad(")
-        plain, mine = (_cut(program, run, words, last_too=True) for run in (plain, mine))
     for at in sorted(plain.errors.keys() | mine.errors.keys()):
         expected, got = plain.errors.get(at), mine.errors.get(at)
         if mine.refused and at == max(mine.errors):

@@ -54,10 +54,6 @@ class Program:
             says of weights on an accelerator.
         watched: gradients are noted after each backward, not only at the end.
         recomputes: a policy of its asks for recomputation, which refuses some layers.
-        repeats: it asks to recompute blocks that change something outside of modules, which
-            docs/guides/recompute.md says happens twice, or blocks on an accelerator that read a
-            global, of which it says that another value is noticed a step late: the same only until
-            the first backward.
         rests: weights rest on the host beside an accelerator, which some uses of them refuse.
     """
 
@@ -67,7 +63,6 @@ class Program:
     rounds: bool
     watched: bool
     recomputes: bool
-    repeats: bool = False
     rests: bool = False
 
     def __str__(self) -> str:
@@ -145,11 +140,6 @@ GLOBAL = {
     *("collected by the loop", "raises in the middle", "global read by the forward"),
     "attention",
 }
-OUTSIDE = {
-    *("NumPy generator", "iterator", "counter of a class", "memory outside modules"),
-    *("collected by the loop", "counter of a closure", "own torch generator"),
-}
-"""Blocks that change what is no attribute of a module and no random state of torch's."""
 STATEFUL = {
     "shared block",
     *("batch norm", "lazy batch norm", "spectral norm", "replaced buffer", "counter of calls"),
@@ -1537,7 +1527,5 @@ def generate(
         rounds=draft.rounds and device != "cpu",
         watched=draft.draw.random() < 0.7,
         recomputes=draft.recomputes,
-        repeats=(draft.recomputes and not draft.kinds.isdisjoint(OUTSIDE))
-        or (device != "cpu" and "global read by the forward" in draft.kinds),
         rests=draft.weights and device != "cpu",
     )
