@@ -112,6 +112,12 @@ class WeightPolicy:
             a time, and each layer waits for its own.
         min_bytes: a layer with fewer bytes of weights stays on the device. An int, or text such as
             ``"1MiB"``.
+        param_dtype: ``torch.bfloat16`` or ``torch.float16``: the dtype that matrices and kernels
+            (floating-point parameters of two dimensions or more) have on the device, for training
+            under `torch.autocast` in that dtype. Their masters stay on the host in their own dtype,
+            where the optimizer steps on them, and gradients arrive in that. The copies to the
+            device have half the bytes. Vectors, such as those of norms, keep their dtype. ``None``:
+            all do.
 
     Raises:
         PolicyError: a value is out of range.
@@ -122,10 +128,14 @@ class WeightPolicy:
     fraction: float = 1.0
     double_buffering: bool = True
     min_bytes: int | str = 0
+    param_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _check_share(self)
         check_switch("double_buffering", self.double_buffering)
+        if self.param_dtype not in (None, torch.bfloat16, torch.float16):
+            advice = "that of torch.autocast"
+            refuse("param_dtype", "torch.bfloat16, torch.float16 or None", self.param_dtype, advice)
 
 
 def is_in_share(index: int, fraction: float) -> bool:

@@ -235,6 +235,35 @@ def test_autocast_copies_hold_no_memory(device: torch.device) -> None:
         assert torch.equal(mine.cpu(), theirs)
 
 
+def test_masters_stay_on_the_host(device: torch.device) -> None:
+    """Half of the bytes come, and losses and gradients have the bits of autocast."""
+    width = 1024
+    model, x = tower(device, LAYERS, width), batch(device, 64, width)
+    # A matrix in bfloat16 and a bias in fp32: both are whole blocks of 512 bytes.
+    layer_bytes = width * width * 2 + width * 4
+
+    def loss(net: nn.Module) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return mean_square(net(x))
+
+    value = loss(model)
+    expected = torch.autograd.grad(value, list(model.parameters()))
+    expected = [value.detach().cpu(), *(gradient.cpu() for gradient in expected)]
+    policy = ebbtide.WeightPolicy(param_dtype=torch.bfloat16)
+    with ebbtide.offload(model, weights=policy) as handle:
+        assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}
+        for number in range(3):
+            value = loss(model)
+            value.backward()
+            got = [value.detach().cpu(), *(p.grad for p in model.parameters())]
+            for mine, theirs in zip(got, expected, strict=True):
+                assert torch.equal(mine, theirs), f"step {number}"
+            model.zero_grad()
+        # The last two layers' weights are still there when backward begins.
+        assert handle.stats.weight_reload_bytes == (2 * LAYERS - 2) * layer_bytes
+        assert handle.stats.peak_weight_bytes <= 2 * layer_bytes
+
+
 def test_torch_finds_gradients_that_are_asked_for(device: torch.device) -> None:
     model, x = tower(device, LAYERS), batch(device)
     expected = torch.autograd.grad(mean_square(model(x)), list(model.parameters()))

@@ -2,7 +2,8 @@
 
 A program is a net of a few modules, some of which share weights, are called twice, or are left out
 now and then; and some steps of microbatches in any order, retained and dropped graphs, evaluations,
-exceptions half-way, changes of weights by hand, and an optimizer.
+exceptions half-way, changes of weights by hand, and an optimizer. Some train under autocast, with
+the masters of their matrices on the host.
 """
 
 import contextlib
@@ -93,12 +94,17 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
         self.takes = takes
         self.is_late = False  # whether a view is changed when its layer has run
+        self.masters = False  # whether it computes under autocast
         for one, other in tied:
             self.blocks[other].second.weight = self.blocks[one].second.weight
         for number, block in enumerate(self.blocks):
             block.lender = (self.blocks[(7 * number + 3) % len(kinds)],)
 
     def forward(self, x: Tensor, order: list[int], accident: tuple[str, int]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.masters):
+            return self._run(x, order, accident)
+
+    def _run(self, x: Tensor, order: list[int], accident: tuple[str, int]) -> Tensor:
         taken = self.blocks[order[0]].second.weight if self.takes else None
         moved = self.blocks[order[-1]].first.bias if self.takes else None
         viewed = self.blocks[order[0]].second.bias.detach() if self.is_late else None
@@ -148,7 +154,8 @@ def _check(seed: int, kind: str) -> Counter[str]:
     device.refusals = draw.choice((0.0, 0.5))
     both = draw.random() < 0.5
     activations = ebbtide.ActivationPolicy(min_bytes=128) if both else None
-    policy = ebbtide.WeightPolicy(num_layers=draw.choice((None, None, 2)))
+    param_dtype = torch.bfloat16 if mine.masters else None
+    policy = ebbtide.WeightPolicy(num_layers=draw.choice((None, None, 2)), param_dtype=param_dtype)
     with on_device(device, lambda: make_store(device, kind), draw.choice((0, 2**18))):
         handle = ebbtide.offload(mine, activations=activations, weights=policy)
     weights = handle._engine.weights
@@ -272,8 +279,13 @@ def _make(seed: int) -> Net:
     torch.manual_seed(seed)
     count = draw.randint(2, 5)
     kinds = ["plain", "plain", "complex", "functional", "checkpoint", "twice", "borrows"]
-    tied = [(0, count - 1)] if draw.random() < 0.3 else []
-    net = Net([draw.choice(kinds) for _ in range(count)], tied, takes=draw.random() < 0.3)
+    masters = random.Random(f"{seed} masters").random() < 0.25
+    if masters:  # not those whose gradients autocast's cache sums in bfloat16
+        kinds = ["plain", "complex", "checkpoint"]
+    tied = [(0, count - 1)] if draw.random() < 0.3 and not masters else []
+    chosen = [draw.choice(kinds) for _ in range(count)]
+    net = Net(chosen, tied, takes=draw.random() < 0.3 and not masters)
+    net.masters = masters
     if draw.random() < 0.3:
         net.blocks[draw.randrange(count)].first.weight.requires_grad_(False)
     if draw.random() < 0.5:

@@ -185,6 +185,46 @@ def test_weights_for_which_there_is_room_come_back(device: torch.device) -> None
         assert handle.plan.plan.has_weights_on_host
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_masters_rest_within_a_budget(overlaps: bool, device: torch.device) -> None:
+    """Two thirds of the weights: half of the bytes come, the optimizer has all digits."""
+
+    def run(model: nn.Module, handle: ebbtide.OffloadHandle | None) -> Iterator[tuple[Tensor, int]]:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        if handle is not None and overlaps:
+            optimizer = handle.overlap(optimizer)
+        memory = DeviceMemory(device)
+        for _ in range(STEPS):
+            memory.reset_peak()
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model(words().to(device)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach().cpu(), memory.peak_bytes()
+
+    plain = build(GPT).to(device)
+    expected = [loss for loss, _ in run(plain, None)]
+    expected_values = values(plain)
+    block_bytes = [sum(p.nbytes for p in block.parameters()) for block in plain.blocks]
+    budget_bytes = int(sum(block_bytes) / 1.5)
+    del plain
+    gc.collect()
+    torch.accelerator.empty_cache()
+    held_bytes = torch.accelerator.memory_reserved()
+    softdevice.set_capacity(held_bytes + budget_bytes)
+    model = build(GPT)
+    weights = ebbtide.WeightPolicy(param_dtype=torch.bfloat16)
+    with ebbtide.offload(
+        model, budget=held_bytes + budget_bytes, device=device, activations=SMALL, weights=weights
+    ) as handle:
+        for number, (loss, peak_bytes) in enumerate(run(model, handle)):
+            assert torch.equal(loss, expected[number]), f"step {number}"
+            assert peak_bytes <= held_bytes + budget_bytes, f"step {number}"
+        assert_bitwise_equal(values(model), expected_values)
+        assert 0 < handle.stats.peak_weight_bytes < 2.2 * max(block_bytes) / 2
+
+
 def test_a_plan_knows_of_the_step_inside_backward(device: torch.device, tmp_path: Path) -> None:
     """The optimizer has the room on the host that the rest leaves, and the same bits."""
 

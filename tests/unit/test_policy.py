@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError
@@ -130,3 +131,6 @@ def test_weight_policy_flags_and_sizes() -> None:
     assert ebbtide.WeightPolicy(min_bytes="2KiB").min_bytes == 2048
     with pytest.raises(PolicyError):
         ebbtide.WeightPolicy(double_buffering=1)
+    for given in (torch.float32, "bfloat16", 16):
+        with pytest.raises(PolicyError, match="param_dtype"):
+            ebbtide.WeightPolicy(param_dtype=given)

@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,22 +109,25 @@ def weights_of(handle: OffloadHandle) -> AbstractWeights:
 
 
 @contextmanager
-def offloaded(model: nn.Module, seed: int = 0, **how: Any) -> Iterator[OffloadHandle]:
+def offloaded(
+    model: nn.Module, seed: int = 0, weights: WeightPolicy | None = None, **how: Any
+) -> Iterator[OffloadHandle]:
     """Within, the weights of the blocks rest on the host; after, nothing is left of it."""
     device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
     with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
-        handle = ebbtide.offload(model, weights=WeightPolicy(), **how)
+        handle = ebbtide.offload(model, weights=weights or WeightPolicy(), **how)
     with OnDevice(weights_of(handle)):
         yield handle
-    weights = weights_of(handle)
-    assert weights.peak_groups <= 2
-    groups = sorted(group.size_bytes for group in weights.groups)
-    weights.settle()
+    resting = weights_of(handle)
+    assert resting.peak_groups <= 2
+    groups = sorted(group.size_bytes for group in resting.groups)
+    resting.settle()
     assert sum(groups[-2:]) >= handle.inspect().in_flight.weight_bytes
     handle.detach()
     device.finish_copies()
     assert handle.inspect().in_flight.weight_bytes == 0
     assert device.allocated_bytes() == 0
+    assert device.pinned_bytes == 0
 
 
 Run = Callable[[nn.Module], list[Tensor | None]]
@@ -680,6 +684,137 @@ def test_a_weight_changed_after_its_cast_is_seen(when: str) -> None:
         with pytest.raises(SavedTensorModifiedError, match=r"blocks\.1\.second\.weight"):
             loss.backward()
         del loss
+
+
+# ---- masters on the host, and half of their bytes on the device
+
+MASTERS = WeightPolicy(param_dtype=torch.bfloat16)
+
+
+def _train_with_autocast(model: nn.Module, optimizer: Any = None) -> list[Tensor | None]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    # A fused step raises no version of a weight.
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    return steps(model, optimizer, count=5, loss=loss)
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("activations", [None, ActivationPolicy(min_bytes=64)])
+def test_masters_train_as_autocast_does(kind: str, activations: ActivationPolicy | None) -> None:
+    def make() -> nn.Module:
+        return Net(*[Block(kind) for _ in range(4)])
+
+    check(make, _train_with_autocast, weights=MASTERS, activations=activations)
+
+
+def test_masters_that_the_program_writes_and_moves() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        losses = _train_with_autocast(model)
+        with torch.no_grad():
+            for p in model.blocks.parameters():
+                p.mul_(0.9)
+        losses += _train_with_autocast(model)
+        average = [p.detach() * 0.5 for p in model.parameters()]
+        own = [p.data for p in model.parameters()]
+        for p, values in zip(model.parameters(), average, strict=True):
+            p.data = values
+        losses.append(_autocast(model, 3).detach())
+        for p, values in zip(model.parameters(), own, strict=True):
+            p.data = values
+        saved = {name: value * 2 for name, value in model.state_dict().items()}
+        assert {value.dtype for value in saved.values()} == {torch.float32}
+        model.load_state_dict(saved, assign=True)
+        return losses + _train_with_autocast(model)
+
+    check(Net, run, weights=MASTERS)
+
+
+def test_a_master_that_changes_before_its_layer_is_recomputed() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        losses = []
+        for number in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch(number))
+            with torch.no_grad():
+                model.blocks[1].second.weight.mul_(1.5)  # not seen by torch: nothing has saved it
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    check(lambda: Net(*[Block("reentrant") for _ in range(3)]), run, weights=MASTERS)
+
+
+def test_masters_have_half_of_their_bytes_on_the_device_and_twice_the_digits_on_the_host() -> None:
+    model = Net()
+    with offloaded(model, weights=MASTERS) as handle:
+        loss = _autocast(model, 0)
+        loss.backward()
+        # 2 matrices of 16 x 32 in bfloat16; vectors of 32, 16 and 16, in blocks of 512 bytes.
+        assert {group.size_bytes for group in weights_of(handle).groups} == {2 * 1024 + 3 * 512}
+        # Four layers for forward, and two for backward: it begins with the last two there still.
+        assert handle.stats.weight_reload_bytes == 6 * (2 * 1024 + 3 * 512)
+        weight = model.blocks[0].first.weight
+        assert weight.dtype is torch.float32
+        assert weight.grad is not None
+        assert weight.grad.dtype is torch.float32
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["blocks.1.scale", "blocks.1.second.weight"])
+def test_a_master_that_changes_before_backward_is_an_error(name: str) -> None:
+    model = Net()
+    with offloaded(model, weights=MASTERS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch(0))
+        with torch.no_grad():
+            model.get_parameter(name).mul_(2)
+        with pytest.raises(SavedTensorModifiedError, match=re.escape(name)):
+            loss.backward()
+        del loss
+
+
+def test_a_forward_cannot_change_what_has_a_master() -> None:
+    class Clamped(Block):
+        def compute(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.first.weight.clamp_(-0.2, 0.2)
+            return super().compute(x)
+
+    model = Net(*[Clamped() for _ in range(3)])
+    with offloaded(model, weights=MASTERS):
+        with pytest.raises(PolicyError, match="param_dtype"):
+            _autocast(model, 0).backward()
+        for block in model.blocks:
+            block.__class__ = Block
+        _train_with_autocast(model)
+
+
+def test_gradients_of_gradients_with_masters() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        weights = [block.second.weight for block in model.blocks]
+        loss = _autocast(model, 0)
+        found = torch.autograd.grad(loss, weights, create_graph=True)
+        sum(each.square().sum() for each in found).backward()
+        return [loss.detach(), *(each.detach() for each in found)]
+
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    expected = run(plain)
+    with offloaded(model, weights=MASTERS):
+        got = run(model)
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other)  # of the second, autograd adds parts in another order
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0.05, atol=1e-4)
+        del got
+
+
+def test_masters_are_for_an_accelerator() -> None:
+    with pytest.raises(PolicyError, match="accelerator"):
+        ebbtide.offload(Net(), weights=MASTERS)
 
 
 def test_sparse_gradients() -> None:

@@ -304,6 +304,8 @@ class DeviceWeights(AbstractWeights):
         The order of uses that was recorded since the last call becomes the prefetch order.
         """
         self._forget()
+        for group in self.groups:
+            group.is_stale = True
         learned = self._log.learned(len(self.groups))
         self._log = AccessLog(learned or self._log.expected)
         # Guard weights-anew: every forward pass reloads the weights. A layer would compute with the
@@ -745,7 +747,7 @@ class DeviceWeights(AbstractWeights):
             self._release_all()
             self._spare.clear()
             group.forget_memory()
-            self._device.defer(functools.partial(self._give_back_later, group.resting))
+            self._device.defer(functools.partial(self._give_back_later, group.slots))
 
     # ---- ends ---------------------------------------------------------------------------------
 
@@ -792,10 +794,12 @@ class DeviceWeights(AbstractWeights):
             for group in self.groups:
                 if not group.handles:
                     group.forget_memory()
-                    self._transfers.store.drop(group.resting)
+                    for slot in group.slots:
+                        self._transfers.store.drop(slot)
 
-    def _give_back_later(self, slot: RestingSlot) -> None:
-        """Free the slot of a closed group once no copy reads it. Blocks, so it runs deferred."""
+    def _give_back_later(self, slots: Sequence[RestingSlot]) -> None:
+        """Free the slots of a closed group once no copy reads them. Blocks, so it runs deferred."""
         self._device.finish_copies()
         self._device.finish_other_streams()
-        self._transfers.store.drop(slot)
+        for slot in slots:
+            self._transfers.store.drop(slot)

@@ -237,6 +237,7 @@ class Gradients:
             The copy waits for the kernels queued on the current stream.
         """
         member = move.member
+        gradient = gradient.to(member.host.dtype)  # that of its master; see [Note: masters]
         if member.has_left:  # and another parameter was in its place by then
             return gradient.to("cpu")
         plain = gradient.layout is torch.strided and gradient.numel() > 0

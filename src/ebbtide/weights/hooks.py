@@ -291,7 +291,7 @@ class AbstractWeights(ABC):
         units = leave_shared(units)
         self.groups: list[WeightGroup] = []
         try:
-            used = _make_groups(self.groups, units, store)
+            used = _make_groups(self.groups, units, store, policy.param_dtype)
             for group in self.groups:
                 group.reserve()
         except BaseException:
@@ -299,7 +299,8 @@ class AbstractWeights(ABC):
                 member.restore_to(origin or self._home)
             for group in self.groups:
                 group.drop_blocks()
-                store.drop(group.resting)
+                for slot in group.slots:
+                    store.drop(slot)
             raise
         self._found = {id(m.parameter): (group, m) for group, m in self.members()}
         find_places(model, (member for _, member in self.members()))
@@ -314,7 +315,7 @@ class AbstractWeights(ABC):
         self._uses += [(weakref.ref(module), own) for module, own in _find_others(holds, used)]
         self._state: MappedOptimizerState | None = None
         if any(group.resting.is_mapped for group in self.groups):
-            most_bytes = 2 * max(group.size_bytes for group in self.groups)
+            most_bytes = 2 * max(group.resting_bytes for group in self.groups)
             self._state = MappedOptimizerState(store, call_weakly(self.find), most_bytes)
         self._use(transfers)
         self._hooks: list[Any] = [OptimizerWatch(before=self.before_step)]
@@ -543,7 +544,7 @@ class AbstractWeights(ABC):
         Args:
             transfers: with the same device and a store of the same kind.
         """
-        slots = [slot for group in self.groups for slot in (group.resting, *group.blocks)]
+        slots = [slot for group in self.groups for slot in (*group.slots, *group.blocks)]
         transfers.store.take_over(self._transfers.store, slots)
         for group in self.groups:
             group.start_anew(transfers.store)
@@ -677,7 +678,10 @@ def _find_others(
 
 
 def _make_groups(
-    groups: list[WeightGroup], units: Iterable[Unit], store: AbstractStore
+    groups: list[WeightGroup],
+    units: Iterable[Unit],
+    store: AbstractStore,
+    param_dtype: torch.dtype | None,
 ) -> list[tuple[nn.Module, list[WeightGroup]]]:
     """Make a group for each unit; a tied parameter belongs to the first unit that has it.
 
@@ -685,6 +689,7 @@ def _make_groups(
         groups: gets the groups, as each is made.
         units: the units.
         store: where the weights are to rest.
+        param_dtype: see `WeightPolicy`.
 
     Returns:
         For each module the groups that it uses.
@@ -698,7 +703,7 @@ def _make_groups(
         own = [(each, p) for each, p in named if id(p) not in found]
         needed = dict.fromkeys(found[id(p)] for _, p in named if id(p) in found)
         if own:
-            groups.append(WeightGroup(len(groups), name, own, store))
+            groups.append(WeightGroup(len(groups), name, own, store, param_dtype))
             found |= {id(parameter): groups[-1] for _, parameter in own}
             needed[groups[-1]] = None
         used += [(module, list(needed)) for module in modules]

@@ -52,7 +52,13 @@ def offload_weights(
     origin: torch.device | None = None,
 ) -> AbstractWeights:
     """Have weights of a model rest on the host, or in files; see `AbstractWeights`."""
-    make = MappedWeights if transfers.device.computes_on_host else DeviceWeights
+    on_host = transfers.device.computes_on_host
+    if on_host and policy.param_dtype is not None:
+        raise PolicyError(
+            f"WeightPolicy(param_dtype={policy.param_dtype}) is for a model on an accelerator, to "
+            f"which weights are copied in that dtype; on a CPU, leave param_dtype out"
+        )
+    make = MappedWeights if on_host else DeviceWeights
     return make(model, layers, policy, transfers, origin)
 
 

@@ -215,6 +215,16 @@ def _set_hooks(tensor: torch.Tensor, hooks: Any, after: Any) -> None:
 # reads its weights from wherever they are. They move back into the group's memory, from which one
 # copy brings them all, when nobody else refers to either (`AbstractWeights._adopt_all`).
 
+#
+# [Note: masters] With `WeightPolicy(param_dtype=torch.bfloat16)`, matrices and kernels have fewer
+# bytes on the device than on the host, where the optimizer steps on their masters. A second slot of
+# the group has the values as they are on the device, one after the other: the copy to the device
+# reads it. It is filled from the masters before the first copy of each forward, because a fused
+# step raises no version, and whenever a version shows a change. Gradients are cast on the device,
+# as autocast does, and arrive on the host in the dtype of the masters. No copy reads the slot when
+# it is filled: a forward and a backward return when their copies have ended, and what a copy reads
+# that nobody waits for is not used.
+
 Place = tuple[weakref.ref[nn.Module], str, Any]
 """A module, its list or dict that holds a parameter, and the index or key there."""
 
@@ -293,15 +303,17 @@ class OffloadedParameter:
     Args:
         name: the parameter's name in the model.
         parameter: the object that the model and the optimizer refer to.
-        offset_bytes: where its values begin in the memory of its group.
+        offset_bytes: where its values begin in the memory of its group on the host.
+        device_offset_bytes: where they begin in the group's device buffer.
+        device_dtype: their dtype there; see [Note: masters].
 
     Attributes:
         name: as given.
         parameter: as given, until the program installs another one, see `replace_by`.
-        offset_bytes: as given; the same on the host and on the device.
+        offset_bytes, device_offset_bytes, device_dtype: as given.
         shape: the shape of its values.
         stride: the strides of its values, or of a packed copy if they are not dense.
-        size_bytes: the size of its values.
+        size_bytes: the size of its values on the host.
         host: its part of its group's memory, where it rests, in a storage of its own.
         values: where its values are, see [Note: values stay where the program puts them].
         loaded: its `mark` when the values in the group's device buffer were read.
@@ -316,10 +328,18 @@ class OffloadedParameter:
 
     # Long: every way in which a program can change or replace a parameter ends here.
 
-    def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        offset_bytes: int,
+        device_offset_bytes: int,
+        device_dtype: torch.dtype,
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.offset_bytes = offset_bytes
+        self.device_offset_bytes, self.device_dtype = device_offset_bytes, device_dtype
         self.size_bytes = parameter.numel() * parameter.element_size()
         self.shape, self.stride = parameter.shape, _dense_stride(parameter)
         self.host = self.values = parameter.data
@@ -335,10 +355,13 @@ class OffloadedParameter:
     # ---- memory -------------------------------------------------------------------------------
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """View its values in the memory of its group. The view shares the memory's storage."""
-        dtype = self.host.dtype
+        """View its values in memory that is laid out as its group's device buffer.
+
+        The view shares the memory's storage.
+        """
+        dtype = self.device_dtype
         view = torch.empty(0, dtype=dtype, device=memory.device)
-        offset = self.offset_bytes // dtype.itemsize
+        offset = self.device_offset_bytes // dtype.itemsize
         return view.set_(memory.untyped_storage(), offset, self.shape, self.stride)
 
     def own_view_of(self, memory: torch.Tensor, offset_bytes: int | None = None) -> torch.Tensor:
@@ -544,11 +567,18 @@ class OffloadedParameter:
             buffer: the group's device buffer, which is updated, too; None while there is none.
 
         Raises:
-            PolicyError: the program has given it values of another shape or dtype.
+            PolicyError: the program has given it values of another shape or dtype, or its values on
+                the host have more digits.
         """
         assert self.device is not None
         self.device.kept = self.device._version
         values = self.device.detach()
+        if self.device_dtype != self.host.dtype:
+            raise PolicyError(
+                f"{self.name} was changed on the device, where it is {self.device_dtype}, and its "
+                f"values on the host are {self.host.dtype}; the change is lost. Change it outside "
+                f"of the forward, or leave WeightPolicy(param_dtype=...) out"
+            )
         if not self._fits(values):
             raise self._misfit(values)
         kept = self.parameter.detach()
@@ -625,12 +655,18 @@ class WeightGroup(Record):
         name: the name of the layer.
         parameters: the parameters and their names; their values move to a slot of the store.
         store: provides the slot, and memory for gradients.
+        param_dtype: see `WeightPolicy`.
 
     Attributes:
         number: as given.
         members: the parameters of the group.
         resting: the slot in which the values rest.
-        blocks: slots of the size of the group, each with room for one gradient of each parameter.
+        resting_bytes: its size.
+        slots: `resting`, and with masters the slot that copies to the device read, see
+            [Note: masters].
+        has_masters: whether parameters have another dtype on the device.
+        is_stale: whether the program may have changed masters since that slot was filled.
+        blocks: slots of the size of `resting`, each with room for one gradient of each parameter.
         used_elsewhere: whether kernels on other streams than `home` use the buffer.
         open: how many running modules use the group.
 
@@ -646,15 +682,21 @@ class WeightGroup(Record):
         name: str,
         parameters: Sequence[tuple[str, nn.Parameter]],
         store: AbstractStore,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.number = number
         self.members: list[OffloadedParameter] = []
-        size_bytes = 0
+        size_bytes = self.resting_bytes = 0
         for parameter_name, parameter in parameters:
-            self.members.append(OffloadedParameter(parameter_name, parameter, size_bytes))
-            size_bytes += _aligned(self.members[-1].size_bytes)
+            dtype = _device_dtype(parameter, param_dtype)
+            place = self.resting_bytes, size_bytes
+            self.members.append(OffloadedParameter(parameter_name, parameter, *place, dtype))
+            self.resting_bytes += _aligned(self.members[-1].size_bytes)
+            size_bytes += _aligned(parameter.numel() * dtype.itemsize)
         super().__init__(Layer(number, name), 0, size_bytes, STORED)
-        self.slot = self.resting = store.allocate_resting(size_bytes)
+        self.slot = self.resting = store.allocate_resting(self.resting_bytes)
+        self.slots = [self.resting]
+        self.has_masters = any(m.device_dtype != m.parameter.dtype for m in self.members)
         for member in self.members:
             member.rest_in(self.resting.tensor)
         self.blocks: list[RestingSlot] = []
@@ -664,6 +706,7 @@ class WeightGroup(Record):
         self._given: dict[tuple[int, int], StorageWeakRef] = {}
         self.used_elsewhere = False
         self.open = 0
+        self.is_stale = True
 
     def start_anew(self, store: AbstractStore) -> None:
         """Forget what an interrupt may have left half changed. The values are in the slot.
@@ -672,7 +715,7 @@ class WeightGroup(Record):
             store: has taken over the slots.
         """
         self._store = store
-        self.state, self.slot = STORED, self.resting
+        self.state, self.slot, self.is_stale = STORED, self.slots[-1], True
         self.source = self.offloaded = self.buffer = self.ready = None
         self.awaited = self.expected = self.buffer_stays = self.used_elsewhere = False
         self.open = self.unread = 0
@@ -684,8 +727,12 @@ class WeightGroup(Record):
             PolicyError: the program has given a parameter another shape or dtype.
         """
         for member in self.members:
-            member.find_values()
+            values = member.find_values()
+            is_old = self.is_stale or member.loaded != member.mark()
+            if self.has_masters and is_old and not member.is_on_device:
+                member.view_of(self.slots[-1].tensor).copy_(values)
             member.loaded = member.mark()
+        self.is_stale = False
 
     def is_outdated(self) -> bool:
         """Whether the program has changed or assigned values since the buffer was filled."""
@@ -701,11 +748,16 @@ class WeightGroup(Record):
     def reserve(self) -> None:
         """Have the store set room for one block aside if a parameter requires a gradient.
 
+        With masters, also allocate what copies to the device read.
+
         Raises:
             StoreFullError: the store has no room.
         """
+        if self.has_masters:
+            self.slot = self._store.allocate_resting(self.size_bytes)
+            self.slots.append(self.slot)
         if any(member.parameter.requires_grad for member in self.members):
-            self._store.reserve(self.size_bytes)
+            self._store.reserve(self.resting_bytes)
             self._reserved = True
 
     def allocate(self, member: OffloadedParameter) -> tuple[torch.Tensor, RestingSlot]:
@@ -720,7 +772,7 @@ class WeightGroup(Record):
         number = 0
         while True:
             if number == len(self.blocks):
-                block = self._store.allocate_resting(self.size_bytes, reserved=self._reserved)
+                block = self._store.allocate_resting(self.resting_bytes, reserved=self._reserved)
                 self._reserved = False
                 self.blocks.append(block)
             given = self._given.get((member.offset_bytes, number))
@@ -740,22 +792,29 @@ class WeightGroup(Record):
         """Whether a gradient is in one of the blocks."""
         address = gradient.data_ptr()
         begins = (block.tensor.data_ptr() for block in self.blocks)
-        return any(begin <= address < begin + self.size_bytes for begin in begins)
+        return any(begin <= address < begin + self.resting_bytes for begin in begins)
 
     def drop_blocks(self) -> None:
         """Return the blocks to the store. The memory of a referenced gradient stays mapped."""
         if self._reserved:
-            self._store.stop_reserving(self.size_bytes)
+            self._store.stop_reserving(self.resting_bytes)
             self._reserved = False
         while self.blocks:
             self._store.drop(self.blocks.pop())
 
     def member_at(self, offset_bytes: int) -> OffloadedParameter:
-        """The parameter whose values include this offset of the group's memory."""
+        """The parameter whose values include this offset of the group's device buffer."""
         for member in reversed(self.members):
-            if member.offset_bytes <= offset_bytes and member.size_bytes:
+            if member.device_offset_bytes <= offset_bytes and member.size_bytes:
                 return member
         return self.members[0]
+
+
+def _device_dtype(parameter: torch.Tensor, param_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a parameter has on the device; see [Note: masters]."""
+    if param_dtype is None or parameter.dim() < 2 or parameter.dtype == torch.float64:
+        return parameter.dtype  # autocast leaves the last of them alone, too
+    return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def _aligned(size_bytes: int) -> int:
