@@ -179,6 +179,7 @@ class OffloadHandle:
         *,
         max_norm: float | None = None,
         shadow_budget: int | str | None = None,
+        num_threads: int | None = None,
     ) -> OptimizerT:
         """Let an optimizer step on the host while backward still runs, with the same bits.
 
@@ -200,6 +201,9 @@ class OffloadHandle:
                 Layers beyond it step in ``step()``. None: half of the free host memory; where the
                 model computes on a CPU, none for weights that do not rest in files, because the
                 worker would need the cores that backward needs.
+            num_threads: how many threads the step computes with, in the worker and in ``step()``.
+                None: as many as the program, ``torch.get_num_threads()``. The last bits of a step
+                depend on it: they are those of a plain step with as many threads.
 
         Returns:
             The same optimizer.
@@ -218,6 +222,7 @@ class OffloadHandle:
             layers=self.layers,
             max_norm=max_norm,
             shadow_budget=shadow_budget,
+            num_threads=num_threads,
         )
         self._overlaps.add(overlap)
         self._undo.append(call_weakly(overlap.close))

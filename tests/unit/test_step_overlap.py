@@ -643,6 +643,78 @@ def test_the_number_of_threads_may_change(before_backward: bool) -> None:
     assert all(torch.equal(mine, plain) for plain, mine in zip(*norms, strict=True))
 
 
+def step_in(worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this thread step ahead."""
+
+    class ElsewhereLane(PromptLane):
+        def submit(
+            self, work: Callable[[], None], then: Callable[[], None] | None = None
+        ) -> AbstractEvent:
+            event = LaneEvent(self._lane)
+            event.begin()
+            assert then is None
+            worker.submit(work).add_done_callback(lambda _: event.finish())
+            return event
+
+    make = CpuDevice.lane
+
+    def lane(device: CpuDevice, name: str, lane: str) -> AbstractLane:
+        return ElsewhereLane(lane) if lane == "cpu_optimizer" else make(device, name, lane)
+
+    monkeypatch.setattr(CpuDevice, "lane", lane)
+
+
+@pytest.mark.parametrize("clips", ["in step", "before step", "never"])
+def test_a_step_computes_with_its_own_number_of_threads(
+    clips: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a plain step with as many; the program, and new threads, keep theirs."""
+    with ThreadPoolExecutor(1) as worker:
+        step_in(worker, monkeypatch)
+        before = torch.get_num_threads()
+        norms: list[list[Tensor]] = []
+        for overlaps in (False, True):
+            torch.set_num_threads(1)
+            model = _Spectrum()
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+            max_norm = None if clips == "never" else 1e9
+            if overlaps:
+                optimizer = ebbtide.offload(model).overlap(
+                    optimizer, max_norm=max_norm, shadow_budget=ROOM, num_threads=2
+                )
+            norms.append([])
+            torch.manual_seed(1)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(300_000)).backward()
+                worker.submit(int).result()
+                with ThreadPoolExecutor(1) as new:
+                    assert new.submit(torch.get_num_threads).result() == 1
+                torch.set_num_threads(1 if overlaps else 2)
+                if not overlaps:
+                    norms[-1].append(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+                elif clips == "before step":
+                    norms[-1].append(optimizer.clip_grad_norm_())
+                optimizer.step()
+                if overlaps and clips == "in step":
+                    norms[-1].append(optimizer.grad_norm)
+                assert torch.get_num_threads() == (1 if overlaps else 2)
+                torch.set_num_threads(1)
+            assert not overlaps or worker.submit(torch.get_num_threads).result() == 2
+            # Clipping multiplies complex gradients by 1, also before the step.
+            num_overlapped = 0 if clips == "before step" else 3
+            assert not overlaps or optimizer.overlap.num_overlapped == num_overlapped
+        torch.set_num_threads(before)
+    assert all(torch.equal(mine, plain) for plain, mine in zip(*norms, strict=False))
+    assert clips == "never" or len(norms[1]) == 4
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 1.5])
+def test_a_number_of_threads_is_a_number(given: Any) -> None:
+    with pytest.raises(ebbtide.PolicyError, match="num_threads"):
+        overlapped(num_threads=given)
+
+
 def test_the_worker_flushes_small_numbers_no_more_than_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -651,18 +723,7 @@ def test_the_worker_flushes_small_numbers_no_more_than_the_program(
         torch.set_flush_denormal(True)
         worker.submit(int).result()
         torch.set_flush_denormal(False)
-
-        class ElsewhereLane(PromptLane):
-            def submit(
-                self, work: Callable[[], None], then: Callable[[], None] | None = None
-            ) -> AbstractEvent:
-                event = LaneEvent(self._lane)
-                event.begin()
-                assert then is None
-                worker.submit(work).add_done_callback(lambda _: event.finish())
-                return event
-
-        monkeypatch.setattr(CpuDevice, "lane", lambda *_: ElsewhereLane("cpu_optimizer"))
+        step_in(worker, monkeypatch)
         plain = make()
         reference = fused(plain.parameters())
         model, optimizer, handle = overlapped(max_norm=None)

@@ -18,6 +18,7 @@ to step ahead moves about twice the memory of a plain step, which pays only besi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import mmap
@@ -25,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
@@ -37,7 +38,7 @@ from torch.optim import Optimizer
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.process import OptimizerWatch, call_weakly, num_processes, watch_forks
 from ebbtide.errors import PolicyError
-from ebbtide.policy import refuse
+from ebbtide.policy import parse_number, refuse
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.torch_internals import (
@@ -67,6 +68,7 @@ _STEPS_EACH_ALONE: Final = frozenset(
 _LARGE_BYTES: Final = 2**23  # a thread that computes norms is worth starting for as much
 _NEWEST: Final = 0.25  # weight of the newest step in the running share of work done twice
 _TOO_MUCH: Final = 0.5  # from this share on, nothing is stepped ahead
+_COUNT: Final = "a number of threads, 1 or more"
 
 
 @final
@@ -157,21 +159,42 @@ def _is_as_marked(values: Mapping[str, Any], before: _Marked) -> bool:
     return True
 
 
-def _num_threads() -> int:
-    """How many threads the program computes with, on which bits depend.
+def _num_threads(wanted: int | None) -> int:
+    """How many threads a step computes with, on which bits depend.
 
-    0 if it flushes small numbers to zero: then nothing is stepped ahead. Each thread has these
-    settings for itself.
+    0 if the program flushes small numbers to zero: then nothing is stepped ahead. Each thread has
+    these settings for itself.
+
+    Args:
+        wanted: what the user asks for; None: as many as the program.
     """
     tiny = torch.full((), 1e-30, device="cpu", dtype=torch.float32)
-    return torch.get_num_threads() if tiny.mul_(1e-10).item() else 0
+    return (wanted or torch.get_num_threads()) if tiny.mul_(1e-10).item() else 0
 
 
-def _compute_with(num_threads: int) -> None:
-    """Have the calling thread compute as a program does that uses so many threads."""
+def _compute_with(num_threads: int, of_program: int) -> None:
+    """Have the calling thread, a worker, compute with so many threads, as a step does."""
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
+        if num_threads != of_program:
+            # torch gives to each new thread the number that any thread has set last.
+            last = threading.Thread(target=torch.set_num_threads, args=(of_program,))
+            last.start()
+            last.join()
     torch.set_flush_denormal(False)
+
+
+@contextlib.contextmanager
+def _computing_with(num_threads: int | None) -> Iterator[None]:
+    """Have the calling thread compute with so many threads for a while; None: as before."""
+    before = torch.get_num_threads()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        if num_threads is not None:
+            torch.set_num_threads(before)
 
 
 def _is_plain() -> bool:
@@ -314,6 +337,8 @@ class StepOverlap:
         max_norm: as for `torch.nn.utils.clip_grad_norm_`; None: no clipping.
         shadow_budget: the most memory for shadows, as a size; None: half of what is free, and none
             for parameters in the memory of a CPU that computes the model.
+        num_threads: how many threads the step and its norms compute with, in the worker and in
+            `step`; None: as many as the program.
 
     Attributes:
         grad_norm: the norm of all gradients in the last step, before clipping; None without
@@ -341,8 +366,13 @@ class StepOverlap:
         layers: Sequence[str],
         max_norm: float | None,
         shadow_budget: int | str | None,
+        num_threads: int | None,
     ) -> None:
         _check_optimizer(optimizer)
+        if num_threads is not None:
+            num_threads = parse_number("num_threads", num_threads, _COUNT)
+            num_threads or refuse("num_threads", _COUNT, num_threads)
+        self._wanted_threads = num_threads
         if max_norm is not None and (isinstance(max_norm, bool) or not float(max_norm) > 0):
             refuse("max_norm", "a positive number, or None for no clipping", max_norm)
         self._budget_bytes = None
@@ -477,7 +507,7 @@ class StepOverlap:
 
     def _give(self, optimizer: Optimizer, members: Iterable[_Member]) -> None:
         """Give parameters, whose gradients are complete, to the worker."""
-        self._num_threads = self._num_threads or _num_threads()
+        self._num_threads = self._num_threads or _num_threads(self._wanted_threads)
         if not self._num_threads:
             return  # clipping would flush gradients, too
         options: dict[int, _Marked] = {}
@@ -495,7 +525,8 @@ class StepOverlap:
         only_norms = not any(shadow for *_, shadow in job)
         if not job or (only_norms and (self.max_norm is None or self._shares_cores)):
             return
-        run = functools.partial(self._run, optimizer, job, self._num_threads)
+        threads = self._num_threads, torch.get_num_threads()
+        run = functools.partial(self._run, optimizer, job, threads)
         event = self._worker.submit(run)
         self._pending.append(event)
         recorder = self._engine.transfers.account.recorder
@@ -537,12 +568,9 @@ class StepOverlap:
     def _room_bytes(self, parameter: torch.Tensor) -> int:
         """How many bytes the shadow of a parameter may have."""
         store = self._engine.transfers.store
-        if self._budget_bytes is not None:
-            room_bytes = self._budget_bytes - self._shadow_bytes()
-        elif self._shares_cores and not store.maps(parameter):
+        if self._budget_bytes is None and self._shares_cores and not store.maps(parameter):
             return 0
-        else:
-            room_bytes = free_ram_bytes() // 2
+        room_bytes = self.most_shadow_bytes - self._shadow_bytes()
         return room_bytes if store.maps(parameter) else min(room_bytes, store.leftover_bytes)
 
     @property
@@ -571,13 +599,13 @@ class StepOverlap:
 
     # ---- in the worker ------------------------------------------------------------------------
 
-    def _run(self, optimizer: Optimizer, job: Sequence[_Work], num_threads: int) -> None:
+    def _run(self, optimizer: Optimizer, job: Sequence[_Work], threads: tuple[int, int]) -> None:
         begin_s = time.perf_counter()
         try:
-            _compute_with(num_threads)
+            _compute_with(*threads)
             with torch.no_grad():
                 if self.max_norm is not None:
-                    norms = _norms([gradient for _, gradient, *_ in job], num_threads)
+                    norms = _norms([gradient for _, gradient, *_ in job], *threads)
                     for (landed, *_), norm in zip(job, norms, strict=True):
                         landed.norm = norm
                     with self._lock:
@@ -645,7 +673,8 @@ class StepOverlap:
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step(optimizer)
+            with _computing_with(self._wanted_threads):
+                self._step(optimizer)
         finally:
             for member in self._members.values():
                 member.expected = member.landings  # as often as in this step
@@ -658,7 +687,8 @@ class StepOverlap:
         if self.max_norm is None:
             raise PolicyError("there is no norm to clip to; call handle.overlap with max_norm")
         self._is_clipped = True
-        self._clip(optimizer, self._find_current(optimizer, self._landed()))
+        with _computing_with(self._wanted_threads):
+            self._clip(optimizer, self._find_current(optimizer, self._landed()))
         return self.grad_norm
 
     def _step(self, optimizer: Optimizer) -> None:
@@ -708,7 +738,8 @@ class StepOverlap:
     def _find_current(self, optimizer: Optimizer, landed: Sequence[_Landed]) -> list[_Landed]:
         """Find what has landed and is still what a step taken now would begin with."""
         # With another number of threads, norms can have other bits.
-        if self.is_scaled or not _is_plain() or self._num_threads != _num_threads():
+        is_same = self._num_threads == _num_threads(self._wanted_threads)
+        if self.is_scaled or not _is_plain() or not is_same:
             return []
         groups = optimizer.param_groups
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -862,7 +893,8 @@ def _total_norm(
         for (device, _), ((tensors, *_), _) in grouped.items():
             missing = [each for each in tensors if id(each) not in known]
             if missing and has_foreach_support(missing, device):
-                computed = list(_norms(missing, _num_threads()))
+                num_threads = torch.get_num_threads()
+                computed = list(_norms(missing, num_threads, num_threads))
             else:
                 computed = [torch.linalg.vector_norm(each, 2.0) for each in missing]
             new = iter(computed)
@@ -872,14 +904,17 @@ def _total_norm(
         return total
 
 
-def _norms(gradients: Sequence[torch.Tensor], num_threads: int) -> Sequence[torch.Tensor]:
+def _norms(
+    gradients: Sequence[torch.Tensor], num_threads: int, of_program: int
+) -> Sequence[torch.Tensor]:
     """The norm of each gradient, by the operation of `torch.nn.utils.get_total_norm`.
 
     That operation reads a gradient on the host with one core, so several threads share them.
 
     Args:
         gradients: on one device, and of one type.
-        num_threads: see `_num_threads`.
+        num_threads: how many threads the step computes with.
+        of_program: how many the program does.
     """
     num_bytes = sum(each.nbytes for each in gradients)
     num_readers = min(num_threads, len(gradients), num_bytes // _LARGE_BYTES)
@@ -889,7 +924,7 @@ def _norms(gradients: Sequence[torch.Tensor], num_threads: int) -> Sequence[torc
     order = sorted(range(len(gradients)), key=lambda number: -gradients[number].nbytes)
     shares = [order[first::num_readers] for first in range(num_readers)]
     norms: dict[int, torch.Tensor] = {}
-    start = functools.partial(_compute_with, num_threads)
+    start = functools.partial(_compute_with, num_threads, of_program)
     with ThreadPoolExecutor(num_readers, initializer=start) as pool:
         work = ([gradients[number] for number in share] for share in shares)
         for share, computed in zip(shares, pool.map(_foreach_norm, work), strict=True):
