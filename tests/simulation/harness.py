@@ -25,7 +25,7 @@ from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.handles import OFFLOAD, Saved, StorageRecord, restore
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
-from ebbtide.runtime.recompute import Proofs, Recomputations, Recomputing, recompute_later
+from ebbtide.runtime.recompute import Proofs, Recomputations, Recorder
 from ebbtide.runtime.record import Record, State
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
@@ -230,11 +230,15 @@ class Simulation:
         if self._choices.random() < self.knobs.recompute:
             layer = Layer(self.recomputed, "recomputed")
             if self.hooks.are_on_top():
-                recomputing = Recomputing(layer, self.hooks, self.recomputations)
                 self.recomputed += 1
                 if self._choices.random() < 0.3:
                     self._proofs.forget()  # its operations are proven anew
-                return recompute_later(recomputing, function, tensors, {})
+                recorder = Recorder(layer, self.hooks, self.recomputations)
+                recorder.begin()
+                try:
+                    return function(*tensors)
+                finally:
+                    recorder.end()
         return function(*tensors)
 
     @contextlib.contextmanager

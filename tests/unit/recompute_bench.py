@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import ebbtide
 from ebbtide import ActivationPolicy, StepStats
-from ebbtide.runtime.recompute import RecomputedForward
 from waiting import wait_until
 
 MODES = ("recompute", "recompute+offload")
@@ -194,8 +193,6 @@ def compare(
     assert len(got) == len(expected)
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(_bits(one), _bits(other)), f"tensor {number} differs"
-    forwards = [module.__dict__.get("forward") for module in again.modules()]
-    assert not any(isinstance(forward, RecomputedForward) for forward in forwards)
     return stats
 
 

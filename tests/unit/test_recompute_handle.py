@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 import ebbtide
 from ebbtide import PolicyError, WeightPolicy
 from ebbtide.devices import SimulatedDevice
-from ebbtide.runtime.recompute import RecomputedForward
 from ebbtide.stores import PinnedStore
 from loops import on_device
 from recompute_bench import (
@@ -123,7 +122,8 @@ def test_a_forward_compiled_after_offload_is_said() -> None:
     model = stack(2)
     with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
         each_forward(model)
-        with warned("forward-replaced"):
+        with warned("not-recomputed"):
+            step(handle, model)
             stats = step(handle, model)
     assert stats.recomputed_bytes == 0
 
@@ -267,9 +267,7 @@ def test_detach_restores_the_layers() -> None:
     own = lambda x: model.layers[0].linear(x).sin()  # noqa: E731
     model.layers[0].forward = own
     handle = ebbtide.offload(model, activations=policy("recompute"))
-    assert isinstance(model.layers[0].forward, RecomputedForward)
-    wrapped = model.layers[1].forward
-    model.layers[1].forward = lambda x: wrapped(x)
+    assert model.layers[0].forward is own
     step(handle, model)  # verifies
     assert step(handle, model).recomputed_bytes == 3 * S
     calls = calls_of(model)
@@ -279,7 +277,7 @@ def test_detach_restores_the_layers() -> None:
     assert "forward" not in model.layers[2].__dict__
     calls.clear()
     step_plainly(model)
-    assert calls == [0, 1, 2], "also the one that other code has wrapped is plain now"
+    assert calls == [0, 1, 2]
     calls.clear()
     graph.backward()
     assert not calls, "a graph that is alive still computes its layers again, and calls nothing"

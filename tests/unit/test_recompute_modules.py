@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 import ebbtide
@@ -38,7 +39,6 @@ from recompute_bench import (
     stack,
     step,
 )
-from saying import warned
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -623,18 +623,37 @@ def test_where_layers_cannot_be_recomputed() -> None:
         ActivationPolicy(mode="checkpoint")
 
 
-def test_a_replaced_forward_is_said_once() -> None:
+def test_a_forward_that_was_replaced_after_offload_is_recomputed() -> None:
     model = stack(3)
     with ebbtide.offload(model, activations=policy("recompute")) as handle:
         layer = model.layers[1]
         layer.forward = lambda x: layer.linear(x).sin()
-        with warned("forward-replaced"):
-            step(handle, model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            stats = step(handle, model)
-        assert stats.recomputed_bytes == 2 * ROWS * WIDTH * 4
+        step(handle, model)  # verifies
+        assert step(handle, model).recomputed_bytes == 3 * ROWS * WIDTH * 4
         del layer.forward
+
+
+def test_a_layer_called_where_an_error_is_handled() -> None:
+    """Its forward raises none of its own, so it is recomputed."""
+    model = stack(2)
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        step(handle, model)  # verifies
+        try:
+            raise MemoryError
+        except MemoryError:
+            assert step(handle, model).recomputed_bytes == 2 * S
+
+
+def test_the_hooks_of_other_code_are_not_recorded() -> None:
+    """What hooks do around the forward does not belong to it."""
+    model = stack(2)
+    seen: list[int] = []
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        count = lambda *_: seen.append(len(_get_current_dispatch_mode_stack()))  # noqa: E731
+        model.layers[0].register_forward_pre_hook(count, prepend=True)
+        model.layers[0].register_forward_hook(count)
+        step(handle, model)
+    assert seen == [0, 0]
 
 
 def cached_model(name: str) -> nn.Module:

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -54,7 +54,7 @@ class Scope:
         offloads: whether storages are offloaded by default; see `ebbtide.runtime.rebuild`.
         unit: the records of the layer's unit in a schedule; None without a schedule.
         count: number of storages saved in this scope, which is the number of the next one.
-        entered: whether a replacement of the layer's forward was called.
+        recorder: notes the operations of a recomputed layer while its forward runs.
         completed: of a forward, whether it has run to its end.
         first: of a forward, the number of its first layer.
         called: of a forward, the names of the layers that it has called.
@@ -67,7 +67,7 @@ class Scope:
     offloads: bool
     unit: UnitRecords | None = None
     count: int = 0
-    entered: bool = False
+    recorder: Any = None
     completed: bool = False
     first: int = 0
     called: list[str] = field(default_factory=list)
@@ -213,8 +213,9 @@ class Scopes:
     def end_forward(self, scope: Scope) -> None:
         """Note that a forward and all layers in it have ended, normally or by an exception."""
         running = self.running
-        while running.scopes.pop() is not scope:
-            pass
+        while (inner := running.scopes.pop()) is not scope:
+            if inner.recorder is not None:  # torch calls no hooks after an interrupt
+                inner.recorder.end(interrupted=True)
         if not running.scopes:
             self._threads = [each for each in self._threads if each is not running.scopes]
             if self._account.memory is not None:

@@ -26,16 +26,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
-from ebbtide.runtime.torch_internals import find_called, find_compiler, set_compiler
+from ebbtide.runtime.torch_internals import find_called
 
 is_traced = torch.compiler.is_compiling
 """Whether the compiler traces this call. The compiler takes the answer for a constant."""
-
-Replace = Callable[[nn.Module, Callable[..., Any]], Any]
-"""Makes the replacement of a module's forward, given the module and its forward.
-
-It is called in the place of the forward, and its method `restore` gives the module its own back.
-"""
 
 
 def compiler_is_loaded() -> bool:
@@ -61,29 +55,6 @@ def skip_in_compiler(function: Callable[..., Any], *, with_callees: bool = True)
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-def compiled_as_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that the compiler treats as it would where this is called.
-
-    Inside of a compiled module it compiles what it did not trace whole, such as the modules in an
-    `nn.Sequential`. A checkpoint switches it off for what runs in it.
-    """
-    compiler = find_compiler()
-    return functools.partial(_call_compiled, compiler, function) if compiler else function
-
-
-def _call_compiled(
-    compiler: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    before = set_compiler(compiler)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        set_compiler(before)
-
-
-skip_in_compiler(compiled_as_here, with_callees=False)
-
-
 Around = tuple[Callable[[Any], None], Callable[[Any], None]]
 """What is called before a module's call, with its arguments, and after it, with its output."""
 
@@ -97,13 +68,12 @@ class CompiledCall:
 
     Attributes:
         compiled: as given.
-        run: called in the place of ``compiled`` where nothing is traced.
         around: called around it, outermost first: before it with its positional and its keyword
             arguments, after it with a tuple of the output, which is None if the call raised.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
-        self.compiled = self.run = compiled
+        self.compiled = compiled
         self.around: list[Around] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +88,7 @@ class CompiledCall:
             for begin, end in list(self.around):
                 begin((args, kwargs))
                 stack.callback(finish, end)
-            output = self.run(*args, **kwargs)
+            output = self.compiled(*args, **kwargs)
         return output
 
 
@@ -132,8 +102,9 @@ class HookedLayer:
         module: the layer.
         begin: begins the layer; called before other hooks, and with what torch gives a hook.
         end: ends it; called after its forward, however that ends.
+        inside: what is called within all other hooks, right before the forward and right after it;
+            None: nothing is.
         owner: is kept alive by the layer's hooks; None: nothing is.
-        replace: makes a replacement of the layer's forward; None if that stays as it is.
     """
 
     def __init__(
@@ -144,18 +115,17 @@ class HookedLayer:
         begin: Callable[[Any], None],
         end: Callable[[Any], None],
         *,
+        inside: Around | None = None,
         owner: object = None,
-        replace: Replace | None = None,
     ) -> None:
-        self._replace = replace
         self._find_owner = (lambda: None) if owner is None else weakref.ref(owner)
-        self._replaced: Any = None
         self._call: CompiledCall | None = None
         # See [Note: what a model owns].
         self._parent = None if parent is None else weakref.ref(parent)
         self._key = key
         self._known = weakref.ref(module)
         self._around = begin, end
+        self._inside = inside
         self._hooked: weakref.ref[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
         self.follow()
@@ -177,32 +147,36 @@ class HookedLayer:
                 self.remove()
                 self._hooked = weakref.ref(module)
                 self._handles = register_hooks(*self._around, module, owner=self._find_owner())
-                if self._replace is not None:
-                    self._replaced = self._replace(module, module.forward)
-                    module.__dict__["forward"] = self._replaced
+                if self._inside is not None:
+                    self._handles += register_hooks(*self._inside, module, inside=True)
         elif self._call is None or self._call is not call:
             self.remove()
             if not isinstance(call, CompiledCall):
                 call = CompiledCall(call)
             call.around.insert(0, self._around)
-            if self._replace is not None:
-                call.run = self._replace(module, call.compiled)
+            if self._inside is not None:
+                call.around.append(self._inside)
             self._call = module._compiled_call_impl = call
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the layer's call, or its forward, is compiled."""
+        module = None if self._hooked is None else self._hooked()
+        return self._call is not None or hasattr(
+            getattr(module, "forward", None), "_torchdynamo_orig_callable"
+        )
+
     def remove(self) -> None:
-        """Remove the hooks, and the replacement of the forward."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
-        if self._replaced is not None:
-            self._replaced.restore()
-            self._replaced = None
         self._hooked = None
         call, self._call = self._call, None
         if call is None:
             return
         call.around.remove(self._around)
-        if self._replace is not None:
-            call.run = call.compiled
+        if self._inside is not None:
+            call.around.remove(self._inside)
         module = self._known()
         if not call.around and module is not None and module._compiled_call_impl is call:
             module._compiled_call_impl = call.compiled
@@ -250,13 +224,23 @@ def register_hooks(
     begin: Callable[[Any], object],
     end: Callable[[Any], object],
     module: nn.Module,
+    *,
+    inside: bool = False,
     owner: object = None,
 ) -> list[RemovableHandle]:
-    """Register hooks of a module that are called before its other hooks, and after its forward."""
+    """Register hooks of a module that are called before its forward and after it.
+
+    Args:
+        begin: called with the arguments of the forward.
+        end: called with its arguments and its result, even if it raises an error.
+        module: the module.
+        inside: whether they are called within the module's other hooks, or around these.
+        owner: is kept alive by the hooks.
+    """
     before, after = ModuleHook(module, begin, owner), ModuleHook(module, end)
     return [
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(before, prepend=not inside, with_kwargs=True),
+        module.register_forward_hook(after, prepend=inside, always_call=True),
     ]
 
 

@@ -20,7 +20,7 @@ from ebbtide.devices.lanes import defer, watch
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
-from ebbtide.runtime.activations import Activations, PassWindows, Scope
+from ebbtide.runtime.activations import Activations, PassWindows
 from ebbtide.runtime.events import PassListener, StepListener, Subject
 from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.runtime.handles import UnitRecords
@@ -31,7 +31,7 @@ from ebbtide.runtime.parameter_index import (
     home_of,
 )
 from ebbtide.runtime.rebuild import Placement, PlannedLayers
-from ebbtide.runtime.recompute import Proofs, Recomputations, Recomputing
+from ebbtide.runtime.recompute import COMPILED, Proofs, Recomputations, Recorder
 from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, describe_fates, watch_nodes
@@ -382,36 +382,41 @@ class Engine:
             unit = self.executor.begin_unit(Unit(layer.index, self._microbatch))
             self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit)
 
-    def find_recomputing(self, counts: Callable[[], bool]) -> Recomputing | None:
-        """Say whether the forward of a layer that is called now is recomputed; `None` if it is not.
+    def begin_recording(self, *, is_compiled: bool) -> None:
+        """Record the operations of the innermost layer from now on, if it is recomputed.
 
         It cannot be where its activations are not saved for backward or other code decides what
         becomes of them, such as a checkpoint around the layer. Nor can it be inside a transform of
-        `torch.func` or with tangents of forward-mode AD, of which a second forward would not know.
+        `torch.func` or with tangents of forward-mode AD, whose operations would not run again.
 
         Args:
-            counts: says whether the call belongs to the forward that runs.
-        """
-        scope = self.activations.scopes.current if counts() else None
-        layer = None if scope is None else scope.layer
-        if scope is None or layer is None:
-            return None
-        scope.entered = True
-        if not self.placement.recomputes(layer):
-            return None
-        if not self._hooks.are_on_top() or has_tangents() or transform_level() is not None:
-            return None
-        return Recomputing(layer, self._hooks, self.recomputations)
-
-    def end_layer(self, output: Any) -> Scope | None:
-        """Note that the innermost layer's forward has ended.
-
-        Returns:
-            Its scope; None if it could not begin, so that none runs.
+            is_compiled: whether the layer is compiled.
         """
         scope = self.activations.scopes.current
+        layer = None if scope is None else scope.layer
+        if scope is None or layer is None or not self.placement.recomputes(layer):
+            return
+        if not self._hooks.are_on_top() or has_tangents() or transform_level() is not None:
+            return
+        if is_compiled:
+            self._proofs.refuse(layer, COMPILED)
+            scope.offloads = True
+            return
+        scope.recorder = Recorder(layer, self._hooks, self.recomputations)
+        scope.recorder.begin()
+
+    def end_recording(self) -> None:
+        """Note that the forward of the innermost layer has returned, or has raised an error."""
+        scope = self.activations.scopes.current
+        if scope is not None and scope.recorder is not None:
+            recorder, scope.recorder = scope.recorder, None
+            recorder.end()
+
+    def end_layer(self, output: Any) -> None:
+        """Note that the innermost layer's forward has ended, unless it could not begin."""
+        scope = self.activations.scopes.current
         if scope is None or scope.layer is None:
-            return None
+            return
         self.activations.scopes.end_layer()
         self.activations.begin_copies(scope.unwritten)
         layer, unit = scope.layer, scope.unit
@@ -423,7 +428,6 @@ class Engine:
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self._watch_outputs(layer, scope.forward, unit, outputs)
-        return scope
 
     def _watch_outputs(
         self,
@@ -511,6 +515,9 @@ class Engine:
 
     def _build_after_interrupt(self) -> None:
         before, device = self.transfers, self.torch_device
+        for scope in self.activations.scopes.running.scopes:
+            if scope.recorder is not None:
+                scope.recorder.end(interrupted=True)
         while self._hooks.pop():  # an interrupted forward has left them behind
             pass
         drop_own_modes()

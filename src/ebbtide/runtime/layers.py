@@ -25,9 +25,7 @@ from ebbtide.policy import ActivationPolicy, check_layers, refuse
 from ebbtide.runtime.activations import Scope
 from ebbtide.runtime.compiled import HookedLayer, compiler_is_loaded
 from ebbtide.runtime.engine import Engine
-from ebbtide.runtime.recompute import RecomputedForward
 from ebbtide.runtime.torch_internals import in_backward
-from ebbtide.units import few
 
 
 @final
@@ -150,8 +148,7 @@ class LayerTracker:
 
     Args:
         layers: the modules whose calls are layers.
-        engine: notified when forwards and layers begin and end. If its policy recomputes layers,
-            their forwards are replaced.
+        engine: notified when forwards and layers begin and end.
         warned: whether the user knows that the model is compiled as one region.
 
     Attributes:
@@ -173,7 +170,6 @@ class LayerTracker:
         self.warned = warned
         self._is_short = False  # whether the user knows that a forward has fewer layers than wanted
         self._order: list[str] = []  # and of the last one that was completed
-        self._lost: dict[str, bool] = {}  # layers that are not recomputed; whether the user knows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -199,11 +195,12 @@ class LayerTracker:
             begin = functools.partial(call_weakly(self._begin_layer), name)
             parent = parents.get((id(module), name))
             key = name.rpartition(".")[2]
-            replace = None
+            inside = None
             if self._recomputes:
-                find = functools.partial(self._engine.find_recomputing, call_weakly(self._counts))
-                replace = functools.partial(RecomputedForward, find)
-            self._hooked.append(HookedLayer(parent, key, module, begin, end, replace=replace))
+                place = len(self._hooked)
+                record = functools.partial(call_weakly(self._begin_recording), place)
+                inside = record, call_weakly(self._end_recording)
+            self._hooked.append(HookedLayer(parent, key, module, begin, end, inside=inside))
 
     def detach(self) -> None:
         while self._hooked:
@@ -231,7 +228,6 @@ class LayerTracker:
         """Report a forward's number of layers, so that the next one knows which come last."""
         num_calls = forward.first + len(forward.called)
         self._engine.end_forward(num_calls if completed else None)
-        self._warn_of_lost_forwards()
         if not completed or in_backward():  # a recomputation, whose layers are not counted
             return
         self._order = forward.called
@@ -264,22 +260,16 @@ class LayerTracker:
             self._engine.begin_layer(layer, inputs)
 
     def _end_layer(self, values: Any) -> None:
-        scope = self._engine.end_layer(values[-1]) if self._counts() else None
-        if scope is not None and self._recomputes and not scope.entered and values[-1] is not None:
-            assert scope.layer is not None
-            self._lost.setdefault(scope.layer.name, False)
+        if self._counts():
+            self._engine.end_layer(values[-1])
 
-    def _warn_of_lost_forwards(self) -> None:
-        """Warn of the layers that were not recomputed in this forward and were in all others."""
-        names = [name for name in self._lost if not self._lost[name]]
-        self._lost.update(dict.fromkeys(names, True))
-        if names:
-            warn_user(
-                "forward-replaced",
-                f"layers that are not recomputed: {few(names)}. Other code has replaced or "
-                f"compiled their forward after ebbtide.offload; call ebbtide.offload after that "
-                f"code",
-            )
+    def _begin_recording(self, place: int, _: Any) -> None:
+        if self._counts():
+            self._engine.begin_recording(is_compiled=self._hooked[place].is_compiled)
+
+    def _end_recording(self, _: Any) -> None:
+        if self._counts():
+            self._engine.end_recording()
 
     def _counts(self) -> bool:
         """Whether this call belongs to the forward, rather than recomputing a checkpointed layer.

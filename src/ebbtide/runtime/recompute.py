@@ -1,7 +1,7 @@
 """Records the operations of recomputed layers, and runs them again in backward.
 
 `Recomputations` counts what the layers do not save and what backward holds of them, `Recording` is
-one call of a layer, and `RecomputedForward` stands in the place of its forward.
+one call of a layer, and `Recorder` notes its operations while its forward runs.
 
 [Note: recomputed layers] While the forward of a recomputed layer runs, a dispatch mode notes the
 operations that reach torch's kernels, with their arguments. What autograd saves of their results is
@@ -26,8 +26,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ebbtide.devices.device import (
     AbstractDevice,
@@ -46,12 +46,7 @@ from ebbtide.devices.device import (
 )
 from ebbtide.errors import SavedTensorModifiedError, warn_user
 from ebbtide.runtime.activations import Activations
-from ebbtide.runtime.compiled import (
-    ForwardReplacement,
-    compiled_as_here,
-    is_traced,
-    skip_in_compiler,
-)
+from ebbtide.runtime.compiled import skip_in_compiler
 from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import AbstractProbed, Saved, bytes_of, restore
 from ebbtide.runtime.record import ForwardLog, in_force, kernel_settings
@@ -850,11 +845,13 @@ def _bits_of(tensor: Tensor) -> Tensor:
 
 
 @final
-class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
+class Recorder(OwnMode):  # type: ignore[no-untyped-call]
     """Notes the operations that reach kernels, and packs what autograd saves of their results.
 
     Args:
-        recomputing: the layer, and who is told of it.
+        layer: the layer whose forward is about to begin.
+        hooks: the hooks of its model.
+        account: counts what is recomputed.
     """
 
     # Long: what it does for each operation is in one place.
@@ -871,9 +868,9 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
         """What is compiled runs as it would; its results come from outside, for a recording."""
         return True
 
-    def __init__(self, recomputing: Recomputing) -> None:
+    def __init__(self, layer: Layer, hooks: SavedTensorHooks, account: Recomputations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._hooks, self._account = recomputing
+        self._layer, self._hooks, self._account = layer, hooks, account
         self._proven = self._account.proofs.of(self._layer)
         self._recording = Recording(self._account, self._layer)
         self._slots: dict[int, int] = {}  # by the address of the storage
@@ -889,20 +886,25 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
         # What a mode of the program computes is compared each time: it may be another mode.
         self._verifies = has_dispatch_modes()
 
-    def record(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the layer's forward, and note what it does."""
+    def begin(self) -> None:
+        """Note what the calling thread does from now on."""
+        self._error = sys.exc_info()[1]
+        push_hooks(self.pack, restore)
+        push_mode(self)
+
+    def end(self, *, interrupted: bool = False) -> None:
+        """Note no more of it. The layer's forward has returned, or an error has ended it.
+
+        Args:
+            interrupted: whether it has ended without a word, as torch says nothing after Ctrl-C.
+        """
+        pop_mode(self)
+        remove_hooks(self.pack)
         try:
-            try:
-                push_hooks(self.pack, restore)
-                push_mode(self)
-                result = forward(*args, **kwargs)
-            finally:
-                pop_mode(self)
-                remove_hooks(self.pack)
-            self._finish()
+            if not interrupted and sys.exc_info()[1] is self._error:  # torch handles no new one
+                self._finish()
         finally:
             self._let_go()
-        return result
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -1170,102 +1172,12 @@ class _Recorder(OwnMode):  # type: ignore[no-untyped-call]
 
 
 _COPIED_BYTES: Final = 64 * 2**10
+COMPILED: Final = "is compiled, so that no operations of it can run again by themselves"
 _DIFFERS: Final = "gives other values when it runs again"
 _SAMPLED: Final = 256
 _NO_MEMORY: Final = "needs more memory than there is"
 
 
-# ---- A replacement for the forward of a layer, which records it
-
-
-class Recomputing(NamedTuple):
-    """A layer to recompute, the hooks of its model, and who is told of it."""
-
-    layer: Layer
-    hooks: SavedTensorHooks
-    account: Recomputations
-
-
-def recompute_later(
-    recomputing: Recomputing,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call a forward whose operations run again in backward; see [Note: recomputed layers].
-
-    Args:
-        recomputing: the call, and who is told of it.
-        forward: the forward.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-    """
-    if hasattr(forward, "_torchdynamo_orig_callable"):
-        recomputing.account.proofs.refuse(recomputing.layer, _COMPILED)
-        recomputing.hooks.offload_here()
-        return forward(*args, **kwargs)
-    return _Recorder(recomputing).record(forward, args, kwargs)
-
-
-_COMPILED: Final = "is compiled, so that no operations of it can run again by themselves"
-
-
-@final
-class RecomputedForward(ForwardReplacement):
-    """Calls a layer's forward, and records it where the policy says so.
-
-    Args:
-        find: says whether the call that begins now is recomputed.
-        module: the module whose forward is replaced.
-        forward: the forward to call.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], Recomputing | None],
-        module: nn.Module,
-        forward: Callable[..., Any],
-    ) -> None:
-        super().__init__(forward)
-        self._find = find
-        self._known = weakref.ref(module)  # see [Note: what a model owns]
-
-    @property
-    def _module(self) -> nn.Module | None:
-        return self._known()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, module = self._forward, self._module
-        if is_traced():
-            return forward(*args, **kwargs)
-        if args and args[0] is module:
-            args = args[1:]  # accelerate binds what it finds in `module.forward` to it again
-        of_copy = self.find_forward_of_copy()
-        if of_copy is not None:
-            return of_copy(*args, **kwargs)
-        recomputing = self._find_recomputing()
-        if recomputing is None or module is None:
-            return forward(*args, **kwargs)
-        return recompute_later(recomputing, compiled_as_here(forward), args, kwargs)
-
-    def _find_recomputing(self) -> Recomputing | None:
-        return self._find()
-
-    def restore(self) -> None:
-        """Give the module its own forward back."""
-        module = self._module
-        if module is None or module.__dict__.get("forward") is not self:
-            return  # other code has wrapped this object, which now only forwards calls
-        del module.__dict__["forward"]
-        if module.forward != self._forward:
-            module.__dict__["forward"] = self._forward
-
-
 # Autograd and torch call these while a compiled region runs, and the compiler would trace them.
-skip_in_compiler(_Recorder.pack)
-skip_in_compiler(_Recorder.__torch_dispatch__)
-skip_in_compiler(RecomputedForward.__call__, with_callees=False)
-# Within a module that is compiled and that the compiler does not trace, such as an nn.Sequential.
-skip_in_compiler(RecomputedForward._find_recomputing)
-skip_in_compiler(recompute_later)
-skip_in_compiler(vars(RecomputedForward)["_module"].fget)
+skip_in_compiler(Recorder.pack)
+skip_in_compiler(Recorder.__torch_dispatch__)

@@ -279,14 +279,6 @@ group_by_device_and_dtype: Final[Any] = _group_tensors_by_device_and_dtype
 has_foreach_support: Final[Any] = _has_foreach_support
 """How `torch.nn.utils.get_total_norm` groups gradients, which decides the bits of the norm."""
 
-_FRAMES: Final[Any] = torch._C._dynamo.eval_frame
-
-find_compiler: Final = _FRAMES.get_eval_frame_callback
-"""What compiles the functions that the calling thread calls; None or False where nothing does."""
-
-set_compiler: Final = _FRAMES.set_eval_frame
-"""Sets it, and returns what it was. `torch.compile` sets it for what it has compiled."""
-
 # ---- Settings of the process that kernels depend on
 
 
