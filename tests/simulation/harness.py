@@ -25,7 +25,7 @@ from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.handles import OFFLOAD, Saved, StorageRecord, restore
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
-from ebbtide.runtime.recompute import Proofs, Recomputations, Recorder
+from ebbtide.runtime.recompute import Proofs, Recorder
 from ebbtide.runtime.record import Record, State
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
@@ -193,7 +193,6 @@ class Simulation:
         policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
         self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
         self._proofs = Proofs()
-        self.recomputations = Recomputations(self.activations, self._proofs)
         self.recomputed = 0
         self._choices = random.Random(seed)
 
@@ -233,7 +232,7 @@ class Simulation:
                 self.recomputed += 1
                 if self._choices.random() < 0.3:
                     self._proofs.forget()  # its operations are proven anew
-                recorder = Recorder(layer, self.hooks, self.recomputations)
+                recorder = Recorder(layer, self.hooks, self._proofs)
                 recorder.begin()
                 try:
                     return function(*tensors)

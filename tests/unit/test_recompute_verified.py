@@ -873,25 +873,25 @@ def test_what_a_budget_is_told() -> None:
     model = Stack(nn.ModuleList([Dropout(), Unseen(), Dropout()]))
     with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
         engine = handle._engine
-        assert engine.recomputations.num_verifying == 0
+        assert engine.transfers.account.num_verifying == 0
         loss = squares(model, draw())
-        assert engine.recomputations.num_verifying == 3
+        assert engine.transfers.account.num_verifying == 3
         assert engine.refused_layers == {"layers.1"}
         loss.backward()
         del loss
-        assert engine.recomputations.num_verifying == 3
+        assert engine.transfers.account.num_verifying == 3
         with warned("not-recomputed"):
             step(handle, model)
-        assert engine.recomputations.num_verifying == 0
+        assert engine.transfers.account.num_verifying == 0
         recomputed = {each.layer.name for each in handle.inspect().recomputed}
         assert recomputed == {"layers.0", "layers.2"}
         model.layers[0].forward = model.layers[0].forward
         for layer in (0, 2):
             model.layers[layer].linear.register_forward_hook(lambda _m, _i, y: y.tanh())
         step(handle, model)
-        assert engine.recomputations.num_verifying == 2
+        assert engine.transfers.account.num_verifying == 2
         step(handle, model)
-        assert engine.recomputations.num_verifying == 0
+        assert engine.transfers.account.num_verifying == 0
 
 
 # ---- what is changed before backward -------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,7 +11,7 @@ from ebbtide.devices.device import Layer, Origin
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.handles import StorageRecord
-from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
+from ebbtide.runtime.stats import RecomputedLayer
 from ebbtide.units import format_size, text_block
 from ebbtide.weights.hooks import AbstractWeights
 
@@ -164,24 +164,20 @@ class Inspection:
     def __str__(self) -> str:
         lines = [*_storage_lines(self.storages), ""]
         if self.recomputed:
-            lines += [*recomputed_lines(self.recomputed), ""]
+            lines += [f"{'recomputed layer':<24} {'':>3} {'size':>10}  {'':<15} {'saves':>5}"]
+            lines += [*map(str, self.recomputed), ""]
         if self.parameters:
             lines += [*_parameter_lines(self.parameters), ""]
         lines += _in_flight_lines(self.in_flight)
         return "\n".join(line.rstrip() for line in lines)
 
 
-def inspect(
-    activations: Activations,
-    weights: AbstractWeights | None = None,
-    recomputed: Callable[[], Iterable[RecomputedLayer]] = tuple,
-) -> Inspection:
+def inspect(activations: Activations, weights: AbstractWeights | None = None) -> Inspection:
     """Report what is offloaded from a model.
 
     Args:
         activations: the model's activations.
         weights: the model's offloaded weights, if any.
-        recomputed: returns the recomputed layers of the last finished step.
 
     Returns:
         The report on the last finished step. If steps are traced, its times are the device's, and
@@ -192,14 +188,15 @@ def inspect(
     origin = transfers.account.last_origin
     storages = tuple(_inspect_storage(record, origin) for record in activations.saved())
     in_flight = _look_at_flight(activations, weights)
-    return Inspection(storages, _inspect_parameters(weights), in_flight, tuple(recomputed()))
+    parameters, recomputed = _inspect_parameters(weights), tuple(activations.recomputed())
+    return Inspection(storages, parameters, in_flight, recomputed)
 
 
 def inspect_engine(engine: Engine) -> Inspection:
     """Report each storage's fate in the last step of an engine, and what is in flight now."""
     engine.settle()
     weights = engine.weights if isinstance(engine.weights, AbstractWeights) else None
-    return inspect(engine.activations, weights, engine.recomputations.calls)
+    return inspect(engine.activations, weights)
 
 
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:

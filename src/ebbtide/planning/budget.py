@@ -583,7 +583,7 @@ class BudgetController:
         self._has_fitted |= peak_bytes <= self._budget_bytes
         study.refuse(self._engine.refused_layers)
         self._note_ahead(study)
-        if self._engine.recomputations.num_verifying:
+        if self._engine.transfers.account.num_verifying:
             self._num_verifying += 1
             if self._num_verifying <= _MOST_VERIFYING:
                 # What the plan recomputes was offloaded: the step says nothing of the plan.

@@ -17,7 +17,7 @@ import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
 from ebbtide.devices.process import call_weakly
-from ebbtide.runtime.events import Subject
+from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import (
     KEEP,
     OFFLOAD,
@@ -35,6 +35,7 @@ from ebbtide.runtime.handles import (
     pack,
 )
 from ebbtide.runtime.record import DROPPED, REBUILT, AccessOrder, ForwardLog
+from ebbtide.runtime.stats import RecomputedLayer
 from ebbtide.runtime.torch_internals import call_after_backward, current_graph_task, sequence_number
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Verb
@@ -732,6 +733,46 @@ class Activations:
         self._wait_for_reload(record, flat, event, self._device.compute_stream())
         return flat
 
+    # ---- recomputed layers --------------------------------------------------------------------
+
+    def add_recomputed(self, owner: object, call: RecomputedLayer) -> None:
+        """Count a call of a recomputed layer whose forward has ended.
+
+        Args:
+            owner: what dies when nothing saved inside the call is needed any more.
+            call: what was called.
+        """
+        with self.transfers, self._gate:
+            meter = self._account.meter
+            meter.recomputed.append(call)
+            meter.recomputed_bytes += call.size_bytes
+            self.transfers.live += 1
+            self.deaths.expect(owner, call)
+        self.transfers.store.note_freed(call.size_bytes)
+
+    def begin_recompute(self, call: RecomputedLayer) -> AbstractEvent | None:
+        """Note that a layer's operations begin to run again.
+
+        What they save counts as held until the call dies, although backward frees each storage when
+        it has read it.
+
+        Returns:
+            An event before them; None if steps are not traced.
+        """
+        self.note_backward(call.log)
+        self.transfers.store.note_freed(call.size_bytes)  # of the layer whose backward has ended
+        with self._gate:
+            self._account.take(-call.held_bytes, Owner.RECOMPUTED, call.layer)
+            call.held_bytes = call.size_bytes
+            self._account.take(call.held_bytes, Owner.RECOMPUTED, call.layer)
+        recorder = self._account.recorder
+        return None if recorder is None else recorder.mark()
+
+    def recomputed(self) -> list[RecomputedLayer]:
+        """Return the recomputed layers of the last finished step, in the order of their calls."""
+        last = self._account.last_meter
+        return [] if last is None else last.recomputed
+
     # ---- ends ---------------------------------------------------------------------------------
 
     def note_deaths(self) -> None:
@@ -752,8 +793,9 @@ class Activations:
                 if held:  # the small tensors of a forward
                     self.transfers.live -= 1
                     self._account.take_kept(-sum(held.values()))
-            elif held is not None:
-                held.note_death()  # a call of a recomputed layer
+            elif type(held) is RecomputedLayer:
+                self.transfers.live -= 1
+                self._account.take(-held.held_bytes, Owner.RECOMPUTED, held.layer)
 
     def _drop(self, record: StorageRecord) -> None:
         """Forget a record that no saved tensor needs any more."""

@@ -31,7 +31,7 @@ from ebbtide.runtime.parameter_index import (
     home_of,
 )
 from ebbtide.runtime.rebuild import Placement, PlannedLayers
-from ebbtide.runtime.recompute import COMPILED, Proofs, Recomputations, Recorder
+from ebbtide.runtime.recompute import COMPILED, Proofs, Recorder
 from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, describe_fates, watch_nodes
@@ -116,7 +116,6 @@ class Engine:
         placement: decides whether each storage is kept, offloaded or rebuilt.
         transfers: copies between the device and the store.
         activations: the model's activations.
-        recomputations: the model's recomputed layers.
         executor: executes the schedule; None without a schedule.
         weights: hooks of the offloaded weights; None if no weights are offloaded.
 
@@ -402,7 +401,7 @@ class Engine:
             self._proofs.refuse(layer, COMPILED)
             scope.offloads = True
             return
-        scope.recorder = Recorder(layer, self._hooks, self.recomputations)
+        scope.recorder = Recorder(layer, self._hooks, self._proofs)
         scope.recorder.begin()
 
     def end_recording(self) -> None:
@@ -562,7 +561,6 @@ class Engine:
             transfers.account.listener = self._record(transfers, self.modules, at_rest)
         self._bound_transfers()
         self.activations = Activations(self.transfers)
-        self.recomputations = Recomputations(self.activations, self._proofs)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)

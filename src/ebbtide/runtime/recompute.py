@@ -1,7 +1,7 @@
 """Records the operations of recomputed layers, and runs them again in backward.
 
-`Recomputations` counts what the layers do not save and what backward holds of them, `Recording` is
-one call of a layer, and `Recorder` notes its operations while its forward runs.
+`Recording` is the operations of one call of a layer, and `Recorder` notes them while its forward
+runs. `Proofs` says which layers can be recomputed.
 
 [Note: recomputed layers] While the forward of a recomputed layer runs, a dispatch mode notes the
 operations that reach torch's kernels, with their arguments. What autograd saves of their results is
@@ -29,7 +29,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn, final
@@ -47,11 +47,11 @@ from ebbtide.devices.device import (
 from ebbtide.errors import SavedTensorModifiedError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import skip_in_compiler
-from ebbtide.runtime.events import Owner, Subject
+from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import AbstractProbed, Saved, bytes_of, restore
-from ebbtide.runtime.record import ForwardLog, in_force, kernel_settings
+from ebbtide.runtime.record import in_force, kernel_settings
 from ebbtide.runtime.saved_tensors import CompositeTensor, SavedTensorHooks, is_plain_subclass
-from ebbtide.runtime.stats import Account
+from ebbtide.runtime.stats import RecomputedLayer
 from ebbtide.runtime.torch_internals import (
     Operator,
     OwnMode,
@@ -67,54 +67,7 @@ from ebbtide.runtime.torch_internals import (
     remove_hooks,
     without_function_subclasses,
 )
-from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
-from ebbtide.units import few, format_size
-
-
-@final
-@dataclass(frozen=True)
-class RecomputedLayer:
-    """One call of a layer whose operations run again in backward.
-
-    Attributes:
-        layer: the layer.
-        microbatch: number of the forward within the step, from 0.
-        size_bytes: bytes of the storages saved inside it that are computed again, each counted
-            once.
-        num_saved: number of tensors saved inside it that are computed again.
-    """
-
-    layer: Layer
-    microbatch: int
-    size_bytes: int
-    num_saved: int
-
-
-@final
-class RecomputedHold:
-    """What one call of a recomputed layer holds, which dies with the last tensor saved inside it.
-
-    Attributes:
-        call: what was called.
-        forward: the log of its forward.
-        held_bytes: device bytes that its last recomputation holds. They count as held until the
-            call dies, although each storage is freed when backward has read it.
-        transfers: the model's transfers.
-        begun: event before the recomputation that runs; set only if steps are traced.
-    """
-
-    __slots__ = ("begun", "call", "forward", "held_bytes", "transfers")
-    call: RecomputedLayer
-    forward: ForwardLog
-    held_bytes: int
-    transfers: Transfers
-    begun: AbstractEvent | None
-
-    def note_death(self) -> None:
-        self.transfers.live -= 1
-        layer = self.call.layer
-        self.transfers.account.take(-self.held_bytes, Owner.RECOMPUTED, layer)
+from ebbtide.units import few
 
 
 @final
@@ -208,108 +161,6 @@ class Proofs:
             f"gradients are right. Nothing needs to be changed; to leave such layers out, name the "
             f"others: layers=[...]",
         )
-
-
-@final
-class Recomputations:
-    """The recomputed layers of one model.
-
-    Args:
-        activations: the model's activations.
-        proofs: which operations give the same bits again.
-
-    Attributes:
-        activations: as given.
-        proofs: as given.
-    """
-
-    def __init__(self, activations: Activations, proofs: Proofs) -> None:
-        self.activations = activations
-        self.proofs = proofs
-        self._account: Account = activations.transfers.account
-        self._gate = activations.transfers.gate
-        on_host = activations.transfers.device.computes_on_host
-        self._freed = FreedMemory() if on_host else None  # see [Note: freed but resident]
-
-    @property
-    def num_verifying(self) -> int:
-        """Number of calls verified in the running step, or in the last one if none runs."""
-        account = self._account
-        meter = account.last_meter if account.origin is None else account.meter
-        return 0 if meter is None else meter.num_verifying
-
-    def note_verifying(self) -> None:
-        """Count a call whose operations run again to be compared."""
-        self._account.meter.num_verifying += 1
-
-    def note_save(self, size_bytes: int) -> None:
-        """Count a tensor that autograd saves and that is computed again."""
-        self._account.meter.num_saved += 1
-        self._account.meter.saved_bytes += size_bytes
-
-    def add(self, owner: object, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
-        """Count a call whose forward has ended.
-
-        Args:
-            owner: what dies when nothing saved inside the call is needed any more.
-            call: what was called.
-            forward: the log of its forward.
-        """
-        deaths, transfers = self.activations.deaths, self.activations.transfers
-        with transfers, self._gate:
-            self._account.meter.recomputed.append(call)
-            hold = RecomputedHold()
-            hold.call, hold.forward, hold.transfers = call, forward, transfers
-            hold.held_bytes, hold.begun = 0, None
-            transfers.live += 1
-            deaths.expect(owner, hold)
-            self._account.meter.recomputed_bytes += call.size_bytes
-        self._note_freed(call.size_bytes)
-        return hold
-
-    def _note_freed(self, size_bytes: int) -> None:
-        """Note that what a layer would have saved is freed, or is about to be."""
-        stored_bytes = self._account.stored_bytes["disk"]
-        if self._freed is not None and self._freed.is_due(size_bytes, stored_bytes):
-            return_freed_memory()
-
-    def begin(self, hold: RecomputedHold) -> None:
-        """Note that a layer's operations begin to run again."""
-        self.activations.note_backward(hold.forward)
-        self._note_freed(hold.call.size_bytes)  # of the layer whose backward has ended
-        with self._gate:
-            layer = hold.call.layer
-            self._account.take(-hold.held_bytes, Owner.RECOMPUTED, layer)
-            hold.held_bytes = hold.call.size_bytes
-            self._account.take(hold.held_bytes, Owner.RECOMPUTED, layer)
-        recorder = self._account.recorder
-        hold.begun = None if recorder is None else recorder.mark()
-
-    def end(self, hold: RecomputedHold) -> None:
-        """Note that all that backward needs of the layer has been computed."""
-        begun, hold.begun = hold.begun, None
-        recorder = self._account.recorder
-        if recorder is not None and begun is not None:
-            call = hold.call
-            recorder.compute(
-                "recompute", Subject(call.layer, call.microbatch, call.size_bytes), begun
-            )
-
-    def calls(self) -> list[RecomputedLayer]:
-        """Return the recomputed layers of the last finished step, in the order of their calls."""
-        last = self._account.last_meter
-        return [] if last is None else last.recomputed
-
-
-def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:
-    """Yield the lines of a table of recomputed layers."""
-    yield f"{'recomputed layer':<24} {'':>3} {'size':>10}  {'':<15} {'saves':>5}"
-    for each in calls:
-        place = f"{each.layer.index} {each.layer.name}"
-        if each.microbatch:
-            place = f"{place}.m{each.microbatch}"
-        size = format_size(each.size_bytes)
-        yield f"{place[:24]:<24} {'':>3} {size:>10}  {'':<15} {each.num_saved:>5}"
 
 
 # ---- What is known of an operator before it runs
@@ -438,14 +289,6 @@ class _Part:
 
 
 @final
-@dataclass(slots=True, frozen=True)
-class _Outer:
-    """A tensor from outside of the layer, by its number in the recording."""
-
-    number: int
-
-
-@final
 @dataclass(slots=True, eq=False, repr=False)
 class _FromOutside:
     """A tensor from outside of the layer that an operation reads.
@@ -462,6 +305,13 @@ class _FromOutside:
     version: int
     saved: Saved | None = None
 
+    def find(self) -> Tensor:
+        """Return the tensor as it was when it was read."""
+        if self.saved is not None:
+            return restore(self.saved)
+        assert self.memory is not None, "it is not needed"
+        return self.memory
+
 
 @final
 @dataclass(slots=True, eq=False, repr=False)
@@ -470,13 +320,16 @@ class _Operation:
 
     Attributes:
         function: the operator.
-        args: its arguments, with parts and numbers in the places of tensors.
+        args: its arguments, with what stands for them in the places of tensors.
         kwargs: its named arguments, likewise.
         reads: slots of the storages that it reads or writes.
         writes: slots of those that it writes and has not made.
         makes: slots of the storages that it makes, by the place of the result.
-        outer: numbers of the tensors from outside that it reads.
+        outer: the tensors from outside that it reads.
         numbers: the random numbers that it may draw.
+        begins: of the operations that run again, the slots that it is the first to use and that no
+            operation makes.
+        ends: the slots, and tensors from outside, that no later one of them uses.
     """
 
     function: Any
@@ -485,24 +338,10 @@ class _Operation:
     reads: set[int] = field(default_factory=set)
     writes: tuple[int, ...] = ()
     makes: tuple[tuple[int, int], ...] = ()
-    outer: tuple[int, ...] = ()
+    outer: set[_FromOutside] = field(default_factory=set)
     numbers: tuple[_Numbers, ...] = ()
-
-
-class _Step(NamedTuple):
-    """An operation that runs again.
-
-    Attributes:
-        operation: the operation.
-        begins: slots that it is the first to use and that no operation makes.
-        ends: slots that no later operation uses.
-        ends_outer: numbers of tensors from outside that no later operation reads.
-    """
-
-    operation: _Operation
-    begins: set[int]
-    ends: set[int]
-    ends_outer: set[int]
+    begins: set[int] = field(default_factory=set)
+    ends: set[int | _FromOutside] = field(default_factory=set)
 
 
 def _flat(result: Any) -> Sequence[Any]:
@@ -585,21 +424,29 @@ class Recording:
     The handles of the tensors that are saved inside the layer own it.
 
     Args:
-        account: the model's recomputed layers.
+        activations: the model's activations.
+        proofs: is told of the layer if it cannot be recomputed.
         layer: the layer.
+
+    Attributes:
+        operations: the operations; only those that run again once the forward has ended.
+        outer: the tensors from outside that they read.
+        begins: what is in the memory of the storages that no operation makes: a tensor from
+            outside, or nothing yet, in so many bytes on a device.
+        handles: number of saved tensors in each storage.
+        call: counts what is recomputed; None before the forward has ended.
     """
 
-    def __init__(self, account: Recomputations, layer: Layer) -> None:
+    def __init__(self, activations: Activations, proofs: Proofs, layer: Layer) -> None:
         self.operations: list[_Operation] = []
-        self.steps: list[_Step] = []
         self.outer: list[_FromOutside] = []
-        self.begins: dict[int, int | tuple[int, torch.device]] = {}
+        self.begins: dict[int, _FromOutside | tuple[int, torch.device]] = {}
         self.handles: Counter[int] = Counter()
-        self.hold: RecomputedHold | None = None
-        self.transfers = account.activations.transfers
-        self._account = account
-        self._device = self.transfers.device
-        self._layer = layer
+        self.call: RecomputedLayer | None = None
+        self.activations = activations
+        self.proofs = proofs
+        self.layer = layer
+        self._device = activations.transfers.device
         self._settings = kernel_settings()
         self._values: dict[int, Tensor] = {}
         self._unread: Counter[int] = Counter()
@@ -608,35 +455,29 @@ class Recording:
 
     def end(self) -> None:
         """Forget what the saved tensors do not depend on. The forward has ended."""
-        self.steps = self._plan()
-        self.operations = []
-        needed = {number for step in self.steps for number in step.operation.outer}
-        slots = {slot for step in self.steps for slot in step.begins}
-        needed.update(begin for slot in slots if isinstance(begin := self.begins[slot], int))
-        for number, each in enumerate(self.outer):
-            if number not in needed:
+        self.operations = self._plan()
+        needed = set[Any]().union(*(each.outer for each in self.operations))
+        needed.update(self.begins[slot] for each in self.operations for slot in each.begins)
+        for each in self.outer:
+            if each not in needed:
                 each.tensor = each.memory = None
 
-    def _plan(self) -> list[_Step]:
+    def _plan(self) -> list[_Operation]:
         """Return the operations that the saved tensors depend on, in their order."""
-        wanted, needed = set(self.handles), []
-        for operation in reversed(self.operations or [step.operation for step in self.steps]):
+        wanted, needed, used = set(self.handles), [], set[int | _FromOutside]()
+        for operation in reversed(self.operations):
             made = {slot for _, slot in operation.makes}
             if wanted.isdisjoint(made) and wanted.isdisjoint(operation.writes):
                 continue
             needed.append(operation)
             wanted = (wanted | operation.reads) - made
-        ends, used, used_outer = [], set[int](), set[int]()
-        for operation in needed:
-            slots = operation.reads.union(slot for _, slot in operation.makes)
-            ends.append((slots - used, set(operation.outer) - used_outer))
-            used |= slots
-            used_outer.update(operation.outer)
-        steps = []
-        for operation, (last, last_outer) in zip(needed[::-1], ends[::-1], strict=True):
-            steps.append(_Step(operation, operation.reads & wanted, last, last_outer))
+            operation.ends = operation.reads | made | operation.outer
+            operation.ends -= used
+            used |= operation.ends
+        for operation in reversed(needed):
+            operation.begins = operation.reads & wanted
             wanted -= operation.reads
-        return steps
+        return needed[::-1]
 
     def find(self, slot: int) -> Tensor:
         """Return a tensor in a storage that is computed again.
@@ -662,13 +503,13 @@ class Recording:
         return value
 
     def _run_again(self) -> None:
-        hold, layer = self.hold, self._layer
-        if hold is not None:
-            self._account.begin(hold)
+        layer, call, begun = self.layer, self.call, None
+        if call is not None:
+            begun = self.activations.begin_recompute(call)
         try:
             in_range("recompute", layer, self._compute)
         except SavedTensorModifiedError as error:
-            self._account.proofs.refuse(layer, "reads what is changed in place before backward")
+            self.proofs.refuse(layer, "reads what is changed in place before backward")
             raise SavedTensorModifiedError(
                 f"layer {layer.index} ({layer.name}) is computed again in backward from a tensor "
                 f"that was changed in place since its forward ({error}). Change it after backward, "
@@ -676,50 +517,39 @@ class Recording:
                 f"layers=[...]. From the next step on the layer is not recomputed"
             ) from error
         finally:
-            if hold is not None:
-                self._account.end(hold)
-
-    def compare(self, one: Tensor, other: Tensor | None) -> None:
-        """Compare samples of a tensor that was saved and of what was computed again."""
-        self._account.proofs.compare(self._layer, one, other)
+            recorder = self.activations.transfers.account.recorder
+            if call is not None and begun is not None and recorder is not None:
+                recorder.compute(
+                    "recompute", Subject(layer, call.microbatch, call.size_bytes), begun
+                )
 
     def _compute(self) -> None:
         self._values = {}
         self._unread = self.handles.copy()
-        self.run(self._values.__setitem__, self._restore)
+        self.run(self._values.__setitem__)
         self._home = self._device.compute_stream()
         self._ready = self._home.record()
 
-    def _restore(self, number: int) -> Tensor:
-        memory, saved = self.outer[number].memory, self.outer[number].saved
-        if saved is not None:
-            return restore(saved)
-        assert memory is not None, "the forward has not ended"
-        return memory
-
-    def run(self, take: Take, find_outer: Callable[[int], Tensor]) -> None:
+    def run(self, take: Take) -> None:
         """Run the operations again.
 
         Args:
             take: is given the saved storages, each when nothing will write it any more.
-            find_outer: returns a tensor from outside.
 
         Streams:
             The kernels are queued on the current stream.
         """
-        values: dict[int, Tensor] = {}
-        outer: dict[int, Tensor] = {}
+        values: dict[Any, Tensor] = {}  # by slot, and of the tensors from outside
         # A backward inside of the layer's forward asks before the forward has ended.
-        steps = self._plan() if self.operations else self.steps
+        operations = self._plan() if self.call is None else self.operations
         with self._as_in_forward():
-            for operation, begins, ends, ends_outer in steps:
-                for number in operation.outer:
-                    if number not in outer:
-                        outer[number] = find_outer(number)
-                for slot in begins:
-                    values[slot] = self._begin(slot, find_outer)
-                args = _decode(operation.args, values, outer)
-                kwargs = {n: _decode(each, values, outer) for n, each in operation.kwargs.items()}
+            for operation in operations:
+                for each in operation.outer - values.keys():
+                    values[each] = each.find()
+                for slot in operation.begins:
+                    values[slot] = self._begin(slot)
+                args = _decode(operation.args, values)
+                kwargs = {name: _decode(each, values) for name, each in operation.kwargs.items()}
                 if operation.numbers:
                     result = _run_with(operation.numbers, operation.function, args, kwargs)
                 else:
@@ -730,18 +560,16 @@ class Recording:
                         values[slot] = results[place]
                     del results
                 del args, kwargs, result
-                for number in ends_outer:
-                    del outer[number]
-                for slot in ends & self.handles.keys():
-                    take(slot, values[slot])
-                for slot in ends:
-                    del values[slot]
+                for ended in operation.ends:
+                    value = values.pop(ended)
+                    if isinstance(ended, int) and ended in self.handles:
+                        take(ended, value)
 
-    def _begin(self, slot: int, find_outer: Callable[[int], Tensor]) -> Tensor:
+    def _begin(self, slot: int) -> Tensor:
         """Return the memory of a storage that no operation of the recording makes."""
         begin = self.begins[slot]
-        if isinstance(begin, int):
-            return find_outer(begin).clone()
+        if isinstance(begin, _FromOutside):
+            return begin.find().clone()
         size_bytes, device = begin
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
@@ -757,15 +585,15 @@ class Recording:
         return stack
 
 
-def _decode(value: Any, values: dict[int, Tensor], outer: dict[int, Tensor]) -> Any:
+def _decode(value: Any, values: dict[Any, Tensor]) -> Any:
     """Return an argument with tensors in the places of what stands for them."""
     kind = type(value)
     if kind is _Part:
         return value.lay(values[value.slot])
-    if kind is _Outer:
-        return outer[value.number]
+    if kind is _FromOutside:
+        return values[value]
     if kind is list or kind is tuple:
-        return kind([_decode(each, values, outer) for each in value])
+        return kind([_decode(each, values) for each in value])
     return value
 
 
@@ -795,8 +623,7 @@ class RecomputedTensor(AbstractProbed):
     __slots__ = ("plain", "recording", "sample", "slot")
 
     def __init__(self, recording: Recording, slot: int, tensor: Tensor) -> None:
-        empty = recording._account.activations.empty
-        super().__init__(tensor, _version_of(tensor), empty)
+        super().__init__(tensor, _version_of(tensor), recording.activations.empty)
         self.recording: Recording | None = recording
         self.slot = slot
         self.plain: Saved | None = None
@@ -813,10 +640,10 @@ class RecomputedTensor(AbstractProbed):
             tensor = self._tensor_in(recording.find(self.slot).untyped_storage())
             sample, self.sample = self.sample, None
             if sample is not None:
-                recording.compare(sample, _sample(tensor))
+                recording.proofs.compare(recording.layer, sample, _sample(tensor))
             return tensor
         except BaseException as error:
-            recording.transfers.note_error(error)
+            recording.activations.transfers.note_error(error)
             raise
 
     def is_same(self, value: Tensor, tensor: Tensor) -> bool:
@@ -851,7 +678,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
     Args:
         layer: the layer whose forward is about to begin.
         hooks: the hooks of its model.
-        account: counts what is recomputed.
+        proofs: which operations of the model's layers are proven.
     """
 
     # Long: what it does for each operation is in one place.
@@ -868,16 +695,17 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         """What is compiled runs as it would; its results come from outside, for a recording."""
         return True
 
-    def __init__(self, layer: Layer, hooks: SavedTensorHooks, account: Recomputations) -> None:
+    def __init__(self, layer: Layer, hooks: SavedTensorHooks, proofs: Proofs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._hooks, self._account = layer, hooks, account
-        self._proven = self._account.proofs.of(self._layer)
-        self._recording = Recording(self._account, self._layer)
+        self._layer, self._hooks, self._proofs = layer, hooks, proofs
+        self._meter = hooks.activations.transfers.account.meter
+        self._proven = proofs.of(layer)
+        self._recording = Recording(hooks.activations, proofs, layer)
         self._slots: dict[int, int] = {}  # by the address of the storage
         self._identities: list[Any] = []  # keep the addresses from being used again
         self._blank: set[int] = set()
         self._loose: set[int] = set()
-        self._known_outer: dict[Hashable, int] = {}
+        self._known_outer: dict[Hashable, _FromOutside] = {}
         self._outer_addresses: set[int] = set()
         self._unproven: set[Hashable] = set()
         self._held: list[tuple[RecomputedTensor, Tensor]] = []
@@ -979,8 +807,8 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             if each.tensor is not None and _address_of(each.tensor) == address:
                 each.tensor = each.memory = _Part.of(each.tensor, slot).lay(before)
                 each.version = each.tensor._version
-        begins[slot] = len(outer)
-        outer.append(_FromOutside(before, before, before._version))
+        begins[slot] = copied = _FromOutside(before, before, before._version)
+        outer.append(copied)
         return slot
 
     def _number(self, storage: torch.UntypedStorage) -> int:
@@ -993,14 +821,11 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         """Return what stands for an argument in a recording."""
         if isinstance(value, Tensor):
             address = _address_of(value)
-            slot = self._slots.get(address)
-            if slot is not None and slot in self._blank:
-                del self._slots[address]  # other code has filled it: it is from outside
-                slot = None
+            slot = self._find_slot(address)
             if slot is None:
-                number = self._number_outer(value, address)
-                operation.outer += (number,)
-                return _Outer(number)
+                outer = self._note_outer(value, address)
+                operation.outer.add(outer)
+                return outer
             operation.reads.add(slot)
             return _Part.of(value, slot)
         kind = type(value)
@@ -1008,17 +833,25 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             return kind([self._encode(each, operation) for each in value])
         return value
 
-    def _number_outer(self, tensor: Tensor, address: int) -> int:
+    def _find_slot(self, address: int) -> int | None:
+        """Return the slot of a storage; None if the layer has neither made nor written it."""
+        slot = self._slots.get(address)
+        if slot in self._blank:
+            del self._slots[address]  # other code has filled it
+            return None
+        return slot
+
+    def _note_outer(self, tensor: Tensor, address: int) -> _FromOutside:
         key: Hashable = id(tensor)
         if address:
             key = address, _version_of(tensor), _Part.of(tensor, 0)
             self._outer_addresses.add(address)
-        number = self._known_outer.get(key)
-        if number is None:
-            outer = self._recording.outer
-            number = self._known_outer[key] = len(outer)
-            outer.append(_FromOutside(tensor, tensor.detach(), _version_of(tensor)))
-        return number
+        outer = self._known_outer.get(key)
+        if outer is None:
+            outer = _FromOutside(tensor, tensor.detach(), _version_of(tensor))
+            self._known_outer[key] = outer
+            self._recording.outer.append(outer)
+        return outer
 
     def _note_results(self, traits: _Traits, operation: _Operation, result: Any) -> None:
         results = _flat(result)
@@ -1048,11 +881,8 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         """Pack a tensor that autograd saves inside the layer. This is the pack hook."""
         hooks = self._hooks
         if type(tensor) in hooks.plain_types:
-            address = _address_of(tensor)
-            slot = self._slots.get(address)
-            if slot is not None and slot in self._blank:
-                del self._slots[address]
-            elif slot is not None and not self._is_written_weight(tensor, slot):
+            slot = self._find_slot(_address_of(tensor))
+            if slot is not None and not self._is_written_weight(tensor, slot):
                 return self._pack_recorded(tensor, slot)
         elif hooks.consists_of_others(tensor):
             return CompositeTensor(tensor, self.pack)
@@ -1073,7 +903,8 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             # What no operation of the graph has made may be written by the operator that saves it.
             if not self._verifies and tensor.grad_fn is not None and slot not in self._loose:
                 handle.sample = _sample(tensor)
-        self._account.note_save(tensor.nbytes)
+        self._meter.num_saved += 1
+        self._meter.saved_bytes += tensor.nbytes
         self._recording.handles[slot] += 1
         self._sizes[slot] = tensor.untyped_storage().nbytes()
         if self._verifies:
@@ -1087,7 +918,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if not recording.handles:
             return
         if self._verifies:
-            self._account.note_verifying()
+            self._meter.num_verifying += 1
         recording.end()
         reason = self._reason
         if not reason and self._verifies:
@@ -1095,7 +926,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if reason:
             self._save_plainly()
             if reason is not _NO_MEMORY:
-                self._account.proofs.refuse(layer, reason)
+                self._proofs.refuse(layer, reason)
         else:
             self._proven |= self._unproven
         if not recording.handles:
@@ -1104,11 +935,10 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             if each.tensor is not None:
                 each.saved = self._save_outer(each)
                 each.tensor = each.memory = None
-        log = self._hooks.log
         size_bytes = sum(self._sizes[slot] for slot in recording.handles)
         num_saved = sum(recording.handles.values())
-        call = RecomputedLayer(layer, log.number, size_bytes, num_saved)
-        recording.hold = self._account.add(recording, call, log)
+        recording.call = RecomputedLayer(layer, self._hooks.log, size_bytes, num_saved)
+        self._hooks.activations.add_recomputed(recording, recording.call)
 
     def _save_outer(self, each: _FromOutside) -> Saved:
         tensor, memory = each.tensor, each.memory
@@ -1136,14 +966,9 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             if not differs and slot not in self._loose:
                 differs = not all(each.is_same(value, saved) for each, saved in held.get(slot, ()))
 
-        def find_outer(number: int) -> Tensor:
-            memory = self._recording.outer[number].memory
-            assert memory is not None, "it is needed"
-            return memory
-
         try:
             with _alone:
-                self._recording.run(compare, find_outer)
+                self._recording.run(compare)
         except torch.OutOfMemoryError:
             return _NO_MEMORY
         except Exception as error:  # whatever it raises, the gradients of this step are right

@@ -245,6 +245,7 @@ class SavedTensorHooks:
         parameters: recognises tensors that are parameters and no activations.
 
     Attributes:
+        activations: as given.
         plain_types: types of tensors that are packed as plain tensors.
         device: the device that the model computes on.
     """
@@ -259,7 +260,7 @@ class SavedTensorHooks:
     ) -> None:
         self._pack_weight: PackWeight | None = None
         self.plain_types: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
-        self._activations = activations
+        self.activations = activations
         self._placement = placement
         self._parameters = parameters
         self._unsharded = parameters.unsharded
@@ -301,9 +302,9 @@ class SavedTensorHooks:
         self._parameters.refresh(held)
         self._warn_of_double_backward()
         self._warn_if_nothing_left()
-        self._activations.end_step_with_graphs()
+        self.activations.end_step_with_graphs()
         offloads = self._placement.offloads(None)
-        with self._activations.transfers:
+        with self.activations.transfers:
             self._scopes.begin_forward(offloads=offloads)
             push_hooks(self.pack, restore)
         return True
@@ -313,21 +314,21 @@ class SavedTensorHooks:
         self.pop()
         scope = self._running.forwards[-1]
         try:
-            self._activations.begin_copies(scope.unwritten)
+            self.activations.begin_copies(scope.unwritten)
         finally:
             self._scopes.end_forward(scope)
-            self._activations.transfers.settle()
+            self.activations.transfers.settle()
         return scope
 
     def _warn_of_double_backward(self) -> None:
         """Say once that what a second backward needs is kept from now on."""
-        if self._activations.wanted_again and not self._has_said_why_kept:
+        if self.activations.wanted_again and not self._has_said_why_kept:
             self._has_said_why_kept = True
             warn_user(
                 "double-backward",
                 f"a backward with create_graph=True makes a graph that holds what it has read "
                 f"until the second backward, so it saves nothing to offload that. From now on "
-                f"{len(self._activations.wanted_again)} storages of each step stay on the device; "
+                f"{len(self.activations.wanted_again)} storages of each step stay on the device; "
                 f"nothing needs to be changed",
             )
 
@@ -427,7 +428,7 @@ class SavedTensorHooks:
         try:
             return self._pack_large(tensor, storage, scope)
         except BaseException as error:
-            self._activations.transfers.note_error(error)
+            self.activations.transfers.note_error(error)
             raise
 
     @property
@@ -444,13 +445,13 @@ class SavedTensorHooks:
 
     def offload_here(self) -> None:
         """Offload what the layer that runs saves from now on, whatever the policy says."""
-        self._activations.scopes.here.offloads = True
+        self.activations.scopes.here.offloads = True
 
     def _pack_large(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
     ) -> Saved:
         """Share the record of a storage, or place the storage and make one."""
-        activations = self._activations
+        activations = self.activations
         if scope.unwritten and scope.unwritten[0][0] != sequence_number():
             activations.begin_copies(scope.unwritten)
         if self._placement.may_rebuild:

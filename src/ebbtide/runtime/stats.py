@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, final
 
 import torch
@@ -26,7 +26,7 @@ from ebbtide.runtime.events import (
     StepListener,
     Subject,
 )
-from ebbtide.runtime.record import ACTIVATION, DROPPED, GRADIENT, WEIGHT, Record
+from ebbtide.runtime.record import ACTIVATION, DROPPED, GRADIENT, WEIGHT, ForwardLog, Record
 from ebbtide.units import format_size, text_block
 
 
@@ -102,12 +102,12 @@ class StepStats:
     def _rows(self) -> list[tuple[str, str, str]]:
         """Each figure's name, its value with a unit, and what it means."""
         rows = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            text = format_size(value) if field.name.endswith("_bytes") else f"{value:,}"
-            if field.name == "stall_s":
+        for name in vars(self):
+            value = getattr(self, name)
+            text = format_size(value) if name.endswith("_bytes") else f"{value:,}"
+            if name == "stall_s":
                 text = f"{value:.3f} s"
-            rows.append((field.name, text, _WORDS.get(field.name, "")))
+            rows.append((name, text, _WORDS.get(name, "")))
         return rows
 
 
@@ -135,6 +135,37 @@ _WORDS: Final = {
 }
 
 
+@final
+@dataclass(eq=False)
+class RecomputedLayer:
+    """One call of a layer whose operations run again in backward.
+
+    Attributes:
+        layer: the layer.
+        size_bytes: bytes of the storages saved inside it that are computed again, each counted
+            once.
+        num_saved: number of tensors saved inside it that are computed again.
+    """
+
+    layer: Layer
+    log: ForwardLog = field(repr=False)
+    size_bytes: int
+    num_saved: int
+    held_bytes: int = field(default=0, init=False, repr=False)
+
+    @property
+    def microbatch(self) -> int:
+        """Number of the forward within the step, from 0."""
+        return self.log.number
+
+    def __str__(self) -> str:
+        place = f"{self.layer.index} {self.layer.name}"
+        if self.microbatch:
+            place = f"{place}.m{self.microbatch}"
+        size = format_size(self.size_bytes)
+        return f"{place[:24]:<24} {'':>3} {size:>10}  {'':<15} {self.num_saved:>5}"
+
+
 def fates(stats: StepStats | StepMeter) -> dict[str, str]:
     """Say what became of the bytes that a step saved, each storage once, by kinds."""
     parts = {
@@ -156,9 +187,9 @@ def describe_fates(stats: StepStats | StepMeter) -> str:
 
 
 _COUNTED = tuple(
-    field.name
-    for field in fields(StepStats)
-    if field.name not in ("unique_bytes", "late_reloads", "stall_s")
+    each.name
+    for each in fields(StepStats)
+    if each.name not in ("unique_bytes", "late_reloads", "stall_s")
 )
 
 
@@ -206,7 +237,7 @@ class StepMeter:
         self.had_backward = False
         self.largest_bytes = 0
         self.num_forwards = self.num_runs = self.num_verifying = 0
-        self.recomputed: list[Any] = []
+        self.recomputed: list[RecomputedLayer] = []
         self.saved: list[Any] = []
         self.carried: list[Any] = []
         self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
@@ -291,6 +322,12 @@ class Account:
     def last_counts(self) -> StepStats | StepMeter:
         """The counts of the last finished step, without its waits. Reading it does not wait."""
         return self.last_meter or _NO_STEP
+
+    @property
+    def num_verifying(self) -> int:
+        """Number of calls verified in the running step, or in the last one if none runs."""
+        meter = self.last_meter if self.origin is None else self.meter
+        return 0 if meter is None else meter.num_verifying
 
     def record(self, *, traced: bool) -> None:
         """Record a trace of each step, or of none, from the next step on."""
