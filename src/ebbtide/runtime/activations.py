@@ -306,7 +306,8 @@ class Activations:
         self._account = transfers.account
         self._offloads = transfers.offloads
         self._reloads = transfers.reloads
-        self._records: dict[int, StorageRecord] = {}  # by the address of their storage
+        # By the address of their storage, and by what they have of it; see `StorageRecord.form`.
+        self._records: dict[int, dict[Hashable, StorageRecord]] = {}
         self._overlaps = False  # whether a backward was to come when the last step was ended
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
@@ -320,7 +321,8 @@ class Activations:
         if self._died:
             with self._gate:
                 self.note_deaths()
-        record = self._records.get(address)
+        forms = self._records.get(address)
+        record = None if forms is None else next(iter(forms.values()))
         # Guard same-version: a record is shared only at the same version. A tensor saved again
         # after a legal in-place change would get its old bytes in backward.
         return record if record is not None and record.version == version else None
@@ -335,9 +337,8 @@ class Activations:
             first: the record that `find` returned. Its decision was to offload the storage.
             form: which bytes of the storage are wanted.
         """
-        found: StorageRecord | None = first
-        while found is not None and found.form is not None and found.form != form:
-            found = found.sibling
+        forms = self._records[first.address]
+        found = forms.get(None) or forms.get(form)
         if found is not None and self.scopes.here.must_stay and not found.is_on_device:
             return None
         return found
@@ -496,13 +497,15 @@ class Activations:
 
     def _register(self, record: StorageRecord, scope: Scope) -> None:
         """Make a new record known, and count its first handle."""
-        first = self._records.setdefault(record.address, record)
-        if first is not record:
+        forms = self._records.get(record.address)
+        if forms is not None:
+            first = next(iter(forms.values()))
             same = first.version == record.version and first.forward is record.forward
-            if same and first.decision is record.decision is OFFLOAD:
-                record.sibling, first.sibling = first.sibling, record
-            else:
-                self._records[record.address] = record
+            if not same or not first.decision is record.decision is OFFLOAD:
+                forms = None
+        if forms is None:
+            forms = self._records[record.address] = {}
+        forms[record.form] = record
         saved = self._account.meter.saved
         if len(saved) < _MOST_LISTED:
             saved.append(record)
@@ -832,18 +835,11 @@ class Activations:
 
     def _unlink(self, record: StorageRecord) -> None:
         """Remove a record from those that `find` returns."""
-        first = self._records.get(record.address)
-        if first is record:
-            if record.sibling is None:
+        forms = self._records.get(record.address)
+        if forms is not None and forms.get(record.form) is record:
+            del forms[record.form]
+            if not forms:
                 del self._records[record.address]
-            else:
-                self._records[record.address] = record.sibling
-        else:
-            while first is not None and first.sibling is not record:
-                first = first.sibling
-            if first is not None:
-                first.sibling = record.sibling
-        record.sibling = None
 
     def saved(self) -> list[StorageRecord]:
         """Return the records of the last finished step, in the order of their first save."""

@@ -31,14 +31,12 @@ from ebbtide.runtime.record import (
     RebuildRecipe,
     Record,
     State,
-    in_force,
-    kernel_settings,
+    as_in_forward,
 )
 from ebbtide.runtime.torch_internals import (
     aside,
     identity_of,
     neg_view,
-    outside_modes,
     release_identity,
     storage_of_identity,
 )
@@ -66,6 +64,11 @@ def bytes_of(storage: torch.UntypedStorage, no_bytes: Tensor) -> Tensor:
         (size_bytes,), uint8.
     """
     return no_bytes.new(storage)  # the fastest way, and the oldest
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, for comparisons."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def gather(tensor: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -350,15 +353,7 @@ class Call(NamedTuple):
 
     def run(self, inputs: Sequence[Tensor]) -> Tensor:
         """Compute the output again. Its kernels are queued on the current stream."""
-        settings = self.settings
-        if settings is None or settings == kernel_settings():
-            return self._run(inputs)
-        with in_force(settings):
-            return self._run(inputs)
-
-    def _run(self, inputs: Sequence[Tensor]) -> Tensor:
-        plain = torch.autocast(inputs[0].device.type, enabled=False)
-        with outside_modes(), torch.no_grad(), plain:
+        with as_in_forward(self.settings, inputs[0].device.type):
             return self.recipe.rebuild(inputs, self.constants, self.dtype)
 
 
@@ -384,7 +379,6 @@ class StorageRecord(Record):
         form: which bytes of the storage the record holds: None for all of them, `torch.bool` for
             those of a mask, which only other masks can share if they are packed, else a tuple that
             identifies a gathered view.
-        sibling: another record of the same storage, with another form.
         ordinal: number of the record in `forward`; -1 if it is not offloaded.
         is_packed: whether source, slot and buffer have one bit for each byte of a mask.
         call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
@@ -410,7 +404,6 @@ class StorageRecord(Record):
     unpacked_bytes: int
     identity: Any = field(default=None, init=False)
     form: Hashable = field(default=None, init=False)
-    sibling: StorageRecord | None = field(default=None, init=False)
     ordinal: int = field(default=-1, init=False)
     is_packed: bool = field(default=False, init=False)
     call: Call | None = field(default=None, init=False)

@@ -24,6 +24,7 @@ from ebbtide.runtime.handles import (
     Decision,
     Saved,
     StorageRecord,
+    bits_of,
     restore,
 )
 from ebbtide.runtime.record import MOST_STEPS, RECIPES, KernelSettings, RebuildRecipe
@@ -282,19 +283,13 @@ def _shape_of(saved: Saved) -> Hashable:
 
 
 def _same_bits(again: Tensor, output: Tensor) -> bool:
-    output = output.detach()
     if again.device != output.device:  # a copy from another device
         return False
     if (again.shape, again.dtype, again.stride()) != (output.shape, output.dtype, output.stride()):
         return False
     if again.untyped_storage().nbytes() != output.untyped_storage().nbytes():
         return False
-    return torch.equal(_bits(again), _bits(output))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage())
+    return torch.equal(bits_of(again), bits_of(output))
 
 
 # ---- Marks tensors that must not be offloaded, without setting an attribute on them ----

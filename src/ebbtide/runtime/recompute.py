@@ -30,7 +30,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn, final
 
@@ -48,8 +47,8 @@ from ebbtide.errors import SavedTensorModifiedError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import skip_in_compiler
 from ebbtide.runtime.events import Subject
-from ebbtide.runtime.handles import AbstractProbed, Saved, bytes_of, restore
-from ebbtide.runtime.record import in_force, kernel_settings
+from ebbtide.runtime.handles import AbstractProbed, Saved, bits_of, bytes_of, restore
+from ebbtide.runtime.record import as_in_forward, kernel_settings
 from ebbtide.runtime.saved_tensors import CompositeTensor, SavedTensorHooks, is_plain_subclass
 from ebbtide.runtime.stats import RecomputedLayer
 from ebbtide.runtime.torch_internals import (
@@ -59,7 +58,6 @@ from ebbtide.runtime.torch_internals import (
     has_dispatch_modes,
     identity_of,
     neg_view,
-    outside_modes,
     pop_mode,
     push_hooks,
     push_mode,
@@ -542,7 +540,7 @@ class Recording:
         values: dict[Any, Tensor] = {}  # by slot, and of the tensors from outside
         # A backward inside of the layer's forward asks before the forward has ended.
         operations = self._plan() if self.call is None else self.operations
-        with self._as_in_forward():
+        with as_in_forward(self._settings, self._device.torch_device.type, "cpu"):
             for operation in operations:
                 for each in operation.outer - values.keys():
                     values[each] = each.find()
@@ -572,17 +570,6 @@ class Recording:
             return begin.find().clone()
         size_bytes, device = begin
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-
-    def _as_in_forward(self) -> ExitStack:
-        """Return a block with all that kernels depend on as the forward had it."""
-        stack = ExitStack()
-        stack.enter_context(outside_modes())
-        stack.enter_context(torch.no_grad())
-        for kind in {self._device.torch_device.type, "cpu"}:  # what was noted has been cast
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if self._settings != kernel_settings():
-            stack.enter_context(in_force(self._settings))
-        return stack
 
 
 def _decode(value: Any, values: dict[Any, Tensor]) -> Any:
@@ -651,7 +638,7 @@ class RecomputedTensor(AbstractProbed):
         storage = value.untyped_storage()
         if storage.nbytes() != tensor.untyped_storage().nbytes():
             return False
-        return torch.equal(_bits_of(self._tensor_in(storage)), _bits_of(tensor.detach()))
+        return torch.equal(bits_of(self._tensor_in(storage)), bits_of(tensor))
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
@@ -662,10 +649,6 @@ def _sample(tensor: Tensor) -> Tensor | None:
     count = min(size, _SAMPLED)
     spread = tensor.detach().as_strided((count,), (size // count,), int(tensor.storage_offset()))
     return spread.clone()
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 # ---- Notes the operations of a layer's forward while it runs

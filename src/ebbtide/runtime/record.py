@@ -20,7 +20,7 @@ from torch import Tensor
 from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
-from ebbtide.runtime.torch_internals import KERNEL_SETTINGS
+from ebbtide.runtime.torch_internals import KERNEL_SETTINGS, outside_modes
 from ebbtide.stores.store import Slot
 
 KernelSettings = tuple[Any, ...] | None
@@ -76,28 +76,33 @@ class RebuildRecipe:
         return sum(inputs_bytes) + output_bytes
 
 
-def kernel_settings() -> KernelSettings:
+def kernel_settings() -> tuple[Any, ...]:
     """Return the settings that kernels depend on now, on the calling thread."""
     return tuple([read() for read, _ in KERNEL_SETTINGS])
 
 
 @contextlib.contextmanager
-def in_force(settings: KernelSettings) -> Iterator[None]:
-    """Have kernels depend on these settings, as they did in forward."""
-    present = kernel_settings()
-    _put_in_force(settings, present)
-    try:
+def as_in_forward(settings: KernelSettings, *kinds: str) -> Iterator[None]:
+    """Have operations of a forward run again in the block: alike, and seen by nothing.
+
+    Args:
+        settings: what kernels depended on in forward.
+        kinds: types of devices on which autocast is off, because what was noted has been cast.
+    """
+    with contextlib.ExitStack() as stack, outside_modes(), torch.no_grad():
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        present = kernel_settings()
+        if settings is not None and settings != present:
+            stack.callback(_put_in_force, present)
+            _put_in_force(settings)
         yield
-    finally:
-        _put_in_force(present, settings)
 
 
-def _put_in_force(settings: KernelSettings, present: KernelSettings) -> None:
-    assert settings is not None and present is not None
-    if settings != present:
-        for (_, write), value, now in zip(KERNEL_SETTINGS, settings, present, strict=True):
-            if value != now:
-                write(value)
+def _put_in_force(settings: Sequence[Any]) -> None:
+    for (read, write), value in zip(KERNEL_SETTINGS, settings, strict=True):
+        if value != read():
+            write(value)
 
 
 def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:

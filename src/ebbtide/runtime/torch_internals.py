@@ -179,7 +179,6 @@ def is_written_down() -> bool:
 count_dispatch_modes: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 """Counts the modes that see the operations of the calling thread."""
 
-_count_modes: Final = torch._C._len_torch_dispatch_stack
 _push: Final[Any] = torch._C._push_on_torch_dispatch_stack
 _pop: Final[Any] = torch._C._pop_torch_dispatch_stack
 
@@ -204,7 +203,7 @@ def push_mode(mode: OwnMode) -> None:
 def pop_mode(mode: OwnMode) -> None:
     """Take a mode from those of the calling thread, and leave those that came after it."""
     above = []
-    while _count_modes():
+    while count_dispatch_modes():
         top = _pop(None)
         if top is mode:
             break
@@ -215,7 +214,7 @@ def pop_mode(mode: OwnMode) -> None:
 
 def drop_own_modes() -> None:
     """Take the modes of this package from the calling thread, which an interrupt has left there."""
-    while (count := _count_modes()) and isinstance(
+    while (count := count_dispatch_modes()) and isinstance(
         torch._C._get_dispatch_stack_at(count - 1), OwnMode
     ):
         _pop(None)
@@ -223,7 +222,7 @@ def drop_own_modes() -> None:
 
 def aside() -> contextlib.AbstractContextManager[object]:
     """Return a block that the innermost mode does not see, if it belongs to this package."""
-    count = _count_modes()
+    count = count_dispatch_modes()
     mode = torch._C._get_dispatch_stack_at(count - 1) if count else None
     return _without(mode) if isinstance(mode, OwnMode) else _AS_IT_IS
 
