@@ -224,7 +224,8 @@ def offload(
         raise
     tracker = LayerTracker(found, engine, warned=one_region)
     before = model.__dict__.get("forward")
-    wrapped = OffloadedForward(model.forward, engine, tracker, controller, before)
+    prepare = None if controller is None else controller.prepare
+    wrapped = OffloadedForward(model.forward, engine, tracker, prepare, before)
     tracker.attach(model)
     known = weakref.ref(model)  # see [Note: what a model owns]
     undo: list[Callable[[], None]] = [functools.partial(_restore_forward, known, wrapped)]

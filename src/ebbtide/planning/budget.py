@@ -315,7 +315,7 @@ class BudgetController:
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
-        self._running = self._engine.passes = None
+        self._running = self._engine.transfers.account.passes = None
         self._loosen()
         self._engine.follow(None, None)
 
@@ -400,7 +400,7 @@ class BudgetController:
         elif measures:
             watch = self._watch(study.profile)
         passes = FreedPasses(self._memory) if self._memory.keeps_freed else None
-        self._engine.passes = watch or passes
+        self._engine.transfers.account.passes = watch or passes
         self._engine.record_steps(traced=self._traced or measures)
         running = self._begun(kind, study, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
@@ -472,7 +472,7 @@ class BudgetController:
         self._memory.return_cached()  # what others have left there is not this step's
         find = self._engine.activations.find
         watch = self._watch(None, find, held)
-        self._engine.passes = watch
+        self._engine.transfers.account.passes = watch
         self._engine.record_steps(traced=True)
         self._running = self._begun(kind, None, watch)
 
@@ -553,7 +553,7 @@ class BudgetController:
     def _learn(self) -> None:
         """Learn from the step that has ended."""
         running, self._running = self._running, None
-        self._engine.passes = None
+        self._engine.transfers.account.passes = None
         if running is None:
             return
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s

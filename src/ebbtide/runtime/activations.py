@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
 
-from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
+from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer, in_range
 from ebbtide.devices.process import call_weakly
 from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import (
@@ -671,54 +671,47 @@ class Activations:
             if log.prefetches:
                 self._reloads.prefetch(log)
 
-    def begin_rebuild(self, record: StorageRecord) -> torch.Tensor | None:
-        """Return the rebuilt value, ready for the kernels that the calling thread queues next.
+    def rebuild(self, record: StorageRecord, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a rebuilt value, ready for the kernels that the calling thread queues next.
 
-        Returns:
-            None if there is no value yet. The caller then rebuilds it and calls `end_rebuild`.
+        It is freed when all handles have read it. Two threads may rebuild it at the same time.
+        Either of the two values is right.
+
+        Args:
+            record: the decision for its storage was to rebuild it.
+            run: returns a tensor with the storage's bytes, written by kernels of the current
+                stream.
         """
         self._note_task(record.forward)
         with self._gate:
             self.note_deaths()
-            if record.buffer is None:
+            value = record.buffer
+            if value is None:
                 self._reloads.make_room(record.size_bytes)
-                if self._account.recorder is not None:
-                    record.begun = self._account.recorder.mark()
-                return None
-            assert record.ready is not None
-            current = self._device.compute_stream()
-            # Guard rebuilt-elsewhere: compute waits for a value that was rebuilt on another stream.
-            # Kernels of this stream would read memory that those of the other stream, where another
-            # reader has rebuilt it, have not written yet.
-            current.wait(record.ready)
-            self._device.note_use(record.buffer, record.home, current, record.ready)
-            return record.buffer
-
-    def end_rebuild(self, record: StorageRecord, value: torch.Tensor) -> None:
-        """Note that a handle has read a rebuilt value. The value is freed when all have read it.
-
-        Two threads may have rebuilt the value at the same time. Either of the two is right.
-
-        Args:
-            record: the decision for its storage was to rebuild it.
-            value: a tensor with the storage's bytes, written by kernels of the current stream.
-        """
+            else:
+                assert record.ready is not None
+                current = self._device.compute_stream()
+                # Guard rebuilt-elsewhere: compute waits for a value that was rebuilt on another
+                # stream. Kernels of this stream would read memory that those of the other stream,
+                # where another reader has rebuilt it, have not written yet.
+                current.wait(record.ready)
+                self._device.note_use(value, record.home, current, record.ready)
+        if value is None:
+            recorder = self._account.recorder
+            begun = None if recorder is None else recorder.mark()
+            value = in_range("rebuild", record.layer, run)
+            if recorder is not None and begun is not None:
+                about = Subject(record.layer, record.microbatch, record.size_bytes)
+                recorder.compute("rebuild", about, begun)
         with self._gate:
             if record.buffer is None:
                 home = self._device.compute_stream()
                 record.take_buffer(value, home.record(), home, REBUILT)
                 record.awaited = True  # compute itself writes it
                 self._reloads.hold(record)
-                self._trace_rebuild(record)
             self._reloads.note_read(record)
             self._reloads.make_room(0)
-
-    def _trace_rebuild(self, record: StorageRecord) -> None:
-        begun, record.begun = record.begun, None
-        recorder = self._account.recorder
-        if recorder is not None and begun is not None:
-            about = Subject(record.layer, record.microbatch, record.size_bytes)
-            recorder.compute("rebuild", about, begun)
+        return value
 
     def peek(self, record: StorageRecord) -> torch.Tensor:
         """Return the bytes of an offloaded record before backward has begun.

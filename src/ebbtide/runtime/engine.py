@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -32,7 +31,7 @@ from ebbtide.runtime.parameter_index import (
 )
 from ebbtide.runtime.rebuild import Placement, PlannedLayers
 from ebbtide.runtime.recompute import COMPILED, Proofs, Recorder
-from ebbtide.runtime.record import AccessOrder, ForwardLog
+from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, describe_fates, watch_nodes
 from ebbtide.runtime.torch_internals import (
@@ -141,7 +140,9 @@ class Engine:
     ) -> None:
         let_others_disable()
         self.mode = mode
-        self.placement = Placement(policy, layers_only=mode is not None)
+        self._proofs = Proofs()
+        refused = self._proofs.refused
+        self.placement = Placement(policy, layers_only=mode is not None, refused=refused)
         self._modules = [weakref.ref(module) for module in modules]
         kinds = [type(module).__name__ for module in modules]
         self._subject = kinds[0] if len(kinds) == 1 else count(len(kinds), "module")
@@ -156,8 +157,6 @@ class Engine:
         self._bound_bytes: int | None = None
         self._make_device, made = _device_maker.get() or (make_device, [])
         made.append(self)
-        self._proofs = Proofs()
-        self.placement.refused = self._proofs.refused
         self._build(home or find_device(modules) or self._default_device())
 
     def let_go(self) -> None:
@@ -209,13 +208,9 @@ class Engine:
         self._bound_transfers()
 
     @property
-    def passes(self) -> PassListener | None:
+    def _passes(self) -> PassListener | None:
         """Who is notified of the passes of each step; None if nobody is."""
         return self.transfers.account.passes
-
-    @passes.setter
-    def passes(self, passes: PassListener | None) -> None:
-        self.transfers.account.passes = passes
 
     @property
     def _windows(self) -> PassWindows | None:
@@ -254,13 +249,6 @@ class Engine:
         """Prove every recomputed layer and every recipe again, as if none had been used yet."""
         self._proofs.forget()
         self.placement.forget_proofs()
-
-    def expect_any_order(self, choices: random.Random) -> None:
-        """Prefetch in the next backward in an order that is drawn, instead of the last one's."""
-        learned = self.activations.scopes.learned
-        if learned is not None:
-            items = choices.sample(learned.items, len(learned))
-            self.activations.scopes.learned = AccessOrder(items, learned.num_items)
 
     def is_in_step(self) -> bool:
         """Whether the step of the last forward has not ended. To be asked between forwards."""
@@ -358,8 +346,8 @@ class Engine:
         Args:
             num_layers: number of layers that it called; None if it was interrupted.
         """
-        if self.passes is not None:
-            self.passes.end_forward()
+        if self._passes is not None:
+            self._passes.end_forward()
         if self._windows is not None:
             self._windows.end_forward(self.activations)
         if num_layers is not None:
@@ -371,8 +359,8 @@ class Engine:
     def begin_layer(self, layer: Layer, inputs: Any) -> None:
         """Note that a layer's forward begins with these arguments."""
         self.activations.begin_copies(self.activations.scopes.here.unwritten)
-        if self.passes is not None:
-            self.passes.begin_forward_of(layer, inputs)
+        if self._passes is not None:
+            self._passes.begin_forward_of(layer, inputs)
         if self._windows is not None:
             self._windows.begin_forward_of(layer.index, self.activations)
         if self.executor is None:
@@ -419,11 +407,11 @@ class Engine:
         self.activations.scopes.end_layer()
         self.activations.begin_copies(scope.unwritten)
         layer, unit = scope.layer, scope.unit
-        if self.passes is not None:
-            self.passes.end_forward_of(layer)
+        if self._passes is not None:
+            self._passes.end_forward_of(layer)
         if self._windows is not None:
             self._windows.end_forward_of(layer.index, self.activations)
-        if self.is_traced or any(each is not None for each in (unit, self.passes, self._windows)):
+        if self.is_traced or any(each is not None for each in (unit, self._passes, self._windows)):
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self._watch_outputs(layer, scope.forward, unit, outputs)
@@ -437,7 +425,7 @@ class Engine:
     ) -> None:
         """Watch for the begin of a layer's backward, which is the backward of its outputs."""
         # A graph may outlive the model, and refers only to what works in its backward.
-        executor, passes, about = self.executor, self.passes, Subject(layer, log.number)
+        executor, passes, about = self.executor, self._passes, Subject(layer, log.number)
         account = weakref.ref(self.transfers.account)
         window = self._windows and functools.partial(
             self._windows.begin_backward_of, layer.index, self.activations, log

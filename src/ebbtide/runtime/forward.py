@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -45,9 +45,7 @@ class _Here(threading.local):
 
     depth = 0
     part: weakref.ref[nn.Module] | None = None
-
-    def __init__(self) -> None:
-        self.end = contextlib.ExitStack()
+    end = contextlib.ExitStack()
 
     @property
     def opened(self) -> nn.Module | None:
@@ -55,11 +53,8 @@ class _Here(threading.local):
         return None if self.part is None else self.part()
 
 
-class ForwardPlanner(Protocol):
-    """Plans what a forward does with what it saves."""
-
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward begins."""
+Prepare = Callable[[tuple[Any, ...], dict[str, Any]], None]
+"""Plans what a forward that begins does with what it saves, given the arguments of its call."""
 
 
 @final
@@ -72,13 +67,13 @@ class OffloadedForward(ForwardReplacement):
         forward: the callable to wrap.
         engine: the parts of the offload.
         tracker: numbers the layers; None for a callable without layers.
-        planner: is told of each forward that autograd records; None if there is nothing to plan.
+        prepare: is called before each forward that autograd records; None if nothing is planned.
         replaced: the module's own attribute ``forward`` before this object; None if it had none.
 
     Attributes:
         here: the forwards that run on the calling thread.
-        planner: as given.
-        was_prepared: whether it has been told of a forward.
+        prepare: as given.
+        was_prepared: whether it has been called.
         num_unrecorded: number of calls in which autograd did not record, or other code decided what
             becomes of saved tensors.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
@@ -96,7 +91,7 @@ class OffloadedForward(ForwardReplacement):
         forward: Callable[..., Any],
         engine: Engine,
         tracker: LayerTracker | None,
-        planner: ForwardPlanner | None = None,
+        prepare: Prepare | None = None,
         replaced: Any = None,
     ) -> None:
         super().__init__(forward, keeps=tracker is None)
@@ -105,7 +100,7 @@ class OffloadedForward(ForwardReplacement):
         self._tracker = tracker
         self._active = True
         self.here = _Here()
-        self.planner = planner
+        self.prepare = prepare
         self.was_prepared = False
         self.num_unrecorded = 0
         self._has_warned = False
@@ -125,7 +120,7 @@ class OffloadedForward(ForwardReplacement):
 
     def let_go(self) -> None:
         """Let go of what the offload holds for a model that is gone."""
-        self.planner = None
+        self.prepare = None
 
     @property
     def __code__(self) -> types.CodeType:
@@ -212,8 +207,10 @@ class OffloadedForward(ForwardReplacement):
             elif not self._active:
                 return None, stack.pop_all()
             hooks = self._engine.hooks() if hooks_are_wanted(self) else None
-            if call is not None and hooks is not None:
-                self._prepare(*call)  # first: it may place weights elsewhere
+            prepare = None if call is None or hooks is None else self.prepare
+            if call is not None and prepare is not None and not self._others_run():
+                self.was_prepared = True
+                prepare(*call)  # first: it may place weights elsewhere
             weights = self._engine.weights
             if weights is not None and weights.begin_forward():
                 stack.callback(weights.end_forward)
@@ -259,11 +256,6 @@ class OffloadedForward(ForwardReplacement):
             )
         return True
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.planner is not None and not self._others_run():
-            self.was_prepared = True
-            self.planner.prepare(args, kwargs)
-
     def _others_run(self) -> bool:
         """Whether another forward of the model runs, on this thread or on another one."""
         return self._engine.transfers.running > (self.here.part is not None)
@@ -279,7 +271,6 @@ class OffloadedForward(ForwardReplacement):
             transfers.is_broken = True
         if transfers.is_broken:
             here.depth, here.part = 0, None
-            here.end.pop_all()
             self._engine.mend()
 
     def is_running(self, beginning: nn.Module) -> bool:
@@ -364,8 +355,7 @@ class BypassHooks:
             return  # perhaps without grad mode
         if self._tracker.forward is not None or in_backward():
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
-        _, opened = self._forward.begin(self._numbers.get(id(module), 0))
-        here.end.callback(opened.close)
+        _, here.end = self._forward.begin(self._numbers.get(id(module), 0))
         here.part = known
 
     def _end_call(self, known: weakref.ref[nn.Module], _: Any) -> None:
@@ -378,7 +368,7 @@ class BypassHooks:
     def _warn_of_no_plan(self) -> None:
         """Warn once if there is a budget or a plan, and every forward so far was bypassed."""
         forward = self._forward
-        if forward.planner is None or forward.was_prepared or not torch.is_grad_enabled():
+        if forward.prepare is None or forward.was_prepared or not torch.is_grad_enabled():
             return
         forward.was_prepared = True
         warn_user(

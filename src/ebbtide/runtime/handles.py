@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor
 
-from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.record import (
     KEPT,
@@ -383,7 +382,6 @@ class StorageRecord(Record):
         is_packed: whether source, slot and buffer have one bit for each byte of a mask.
         call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
         rebuilt_from: the records of the call's inputs, which are known when the call is gone, too.
-        begun: event before the rebuild on the compute stream; set only if steps are traced.
         tier: tier that the bytes were offloaded to; empty if they were not.
         unit: records of the schedule's unit with which this record moves; None if there is none.
         unwritten: whether the operator that saved the storage may still write it, so that its copy
@@ -408,7 +406,6 @@ class StorageRecord(Record):
     is_packed: bool = field(default=False, init=False)
     call: Call | None = field(default=None, init=False)
     rebuilt_from: tuple[StorageRecord, ...] = field(default=(), init=False)
-    begun: AbstractEvent | None = field(default=None, init=False)
     unit: UnitRecords | None = field(default=None, init=False)
     tier: str = field(default="", init=False)
     unwritten: bool = field(default=False, init=False)

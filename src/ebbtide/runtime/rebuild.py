@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Container, Hashable, Mapping, Set
 from typing import Any, NamedTuple, NoReturn, final
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.device import Layer, in_range
+from ebbtide.devices.device import Layer
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.activations import Activations, PassWindows, Scope
@@ -95,10 +96,7 @@ class RecordedTensor(AbstractAway):
             if record.call is None:
                 activations.note_backward(record.forward)
                 return self._probe
-            value = activations.begin_rebuild(record)
-            if value is None:
-                value = in_range("rebuild", record.layer, _run, record.call)
-            activations.end_rebuild(record, value)
+            value = activations.rebuild(record, functools.partial(_run, record.call))
             return self._tensor_in(value.untyped_storage())
         except BaseException as error:
             activations.transfers.note_error(error)
@@ -370,6 +368,7 @@ class Placement:
         policy: which layers are offloaded, and from what size.
         layers_only: whether all storages saved outside layers are kept, whatever the policy says.
             That is so where a schedule is followed, because a schedule names layers.
+        refused: names of layers that cannot be recomputed. What they save is offloaded instead.
 
     Attributes:
         layers: the plan for all layers; None if the policy decides.
@@ -378,17 +377,22 @@ class Placement:
         may_rebuild: whether anything has been rebuilt, or may be.
         packs: whether masks are packed before they leave.
         recomputes_layers: whether the policy recomputes layers.
-        refused: names of layers that cannot be recomputed. What they save is offloaded instead.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
     """
 
-    def __init__(self, policy: ActivationPolicy, *, layers_only: bool = False) -> None:
+    def __init__(
+        self,
+        policy: ActivationPolicy,
+        *,
+        layers_only: bool = False,
+        refused: Container[str] = (),
+    ) -> None:
         self._layers_only = layers_only
         self.min_bytes = max(int(policy.min_bytes), 1)  # no bytes, no copy
         self.num_calls: int | None = None
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
-        self.refused: Container[str] = ()
+        self._refused = refused
         self._policy = policy
         self.packs, self.recomputes_layers = policy.rebuild, policy.recomputes
         self.may_rebuild = False
@@ -429,7 +433,7 @@ class Placement:
             layer: the layer; None for what is saved outside layers.
         """
         policy, planned = self._policy, self.layers
-        if layer is not None and layer.name in self.refused and self._wants_recomputed(layer):
+        if layer is not None and layer.name in self._refused and self._wants_recomputed(layer):
             return True
         if planned is not None:
             if layer is None:
@@ -443,7 +447,7 @@ class Placement:
 
     def recomputes(self, layer: Layer) -> bool:
         """Whether only the inputs of a layer are saved, and backward runs its forward again."""
-        return layer.name not in self.refused and self._wants_recomputed(layer)
+        return layer.name not in self._refused and self._wants_recomputed(layer)
 
     def _wants_recomputed(self, layer: Layer) -> bool:
         if self.layers is not None:
@@ -522,7 +526,7 @@ class Placement:
             return None
         # Inputs are shared only now, so that an unused recipe adds no handle to their records.
         shared = [share(saved) for saved in inputs]
-        return Call(recipe, shared, constants, output.dtype, depth, settings)
+        return call._replace(inputs=shared)
 
     def _is_proven(self, call: Call, output: Tensor) -> bool:
         """Whether the recipe's first run for this shape and type gave the same bits."""

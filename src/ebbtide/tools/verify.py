@@ -36,7 +36,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.parameter_index import find_device
-from ebbtide.runtime.record import note_random_numbers
+from ebbtide.runtime.record import AccessOrder, note_random_numbers
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import count, format_size
@@ -714,8 +714,10 @@ class Trial:
 
         def end_step() -> None:
             outcome.note_moved(engine.stats)
-            if provocation is not None and provocation.shuffles:
-                engine.expect_any_order(choices)
+            learned = engine.activations.scopes.learned
+            if provocation is not None and provocation.shuffles and learned is not None:
+                items = choices.sample(learned.items, len(learned))
+                engine.activations.scopes.learned = AccessOrder(items, learned.num_items)
             if provocation is not None and provocation.verifies:
                 engine.forget_proofs()
 
