@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.runtime.events import Owner, StepMemory
+from ebbtide.observe.memory import Owner, StepMemory
 from ebbtide.stores import DeviceMemory
 from gpu_bench import needs_accelerator, settle, tower
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide import Finding, StepStats, Trace, TraceEvent
+from ebbtide.observe.memory import MemorySample, OwnedBytes, Owner, StepMemory
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import LayerFigures, PredictedStep, RunRecord
-from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 from ebbtide.units import format_size
 
 MIB = 2**20

@@ -14,7 +14,7 @@ import ebbtide
 from ebbtide import Explanation, Inspection, StepStats
 from ebbtide.observe.explain import Evidence, explain
 from ebbtide.observe.inspection import InFlight, InspectedStorage
-from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.observe.memory import MemorySample, OwnedBytes, Owner, StepMemory
 from live_memory import LiveMemory
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")

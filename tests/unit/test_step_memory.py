@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ebbtide
 from ebbtide.devices.process import OPTIMIZER_WATCHES
-from ebbtide.runtime.events import Owner, StepMemory
+from ebbtide.observe.memory import Owner, StepMemory
 from live_memory import LiveMemory
 from waiting import wait_until
 

@@ -11,13 +11,13 @@ from typing import Final, NamedTuple, final
 from torch import nn
 
 from ebbtide.observe.inspection import InspectedStorage, Inspection, inspect_engine
-from ebbtide.observe.memory import BACKWARD, LOSS, OPTIMIZER
+from ebbtide.observe.memory import BACKWARD, IDLE, LOSS, OPTIMIZER, MemorySample, StepMemory
 from ebbtide.observe.owners import HeldTensor
 from ebbtide.observe.recording import Recording, trace_of
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
-from ebbtide.runtime.events import IDLE, MemorySample, Owner, StepMemory
+from ebbtide.runtime.events import Owner
 from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.layers import is_one_region
 from ebbtide.runtime.stats import StepStats, fates

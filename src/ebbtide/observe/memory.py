@@ -17,14 +17,130 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
 from ebbtide.devices.device import AbstractEvent, Layer, Origin
 from ebbtide.observe.owners import TensorOwners
-from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.runtime.events import Owner
 from ebbtide.stores.measured_memory import AbstractMemory
+from ebbtide.units import format_size, text_block
+
+# ---- What memory held in one step: over time, and at its peak, by owner ----
+
+IDLE: Final = frozenset({Owner.OTHER, Owner.MAPPED})
+"""Owners of what was in memory before the step and is none of training's business."""
+
+
+@final
+@dataclass(frozen=True)
+class OwnedBytes:
+    """Bytes of one owner, and for activations of one layer.
+
+    Attributes:
+        owner: what the bytes belong to.
+        size_bytes: how many they are.
+        layer: index of the layer in forward order; None if they belong to no single layer.
+        name: name of that layer's module.
+    """
+
+    owner: Owner
+    size_bytes: int
+    layer: int | None = None
+    name: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class MemorySample:
+    """Memory in one phase of a step.
+
+    A phase is a pass of a layer, or what lies between two passes.
+
+    Attributes:
+        phase: such as ``"F3"``, ``"B3"``, ``"forward outside layers"``, ``"loss"`` or
+            ``"optimizer step"``.
+        begin_s: begin of the phase, in seconds since the step began.
+        end_s: its end.
+        owned: bytes of each owner at the peak of the phase. They add up to ``peak_bytes``.
+        peak_bytes: the peak of the phase, as the allocator or the kernel counts it.
+    """
+
+    phase: str
+    begin_s: float
+    end_s: float
+    owned: Mapping[Owner, int]
+    peak_bytes: int
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the peak that were there before the step, without training's own."""
+        return sum(self.owned.get(owner, 0) for owner in IDLE)
+
+
+@final
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step; it prints as a table.
+
+    Attributes:
+        counted: what was counted, such as ``"resident memory (RSS) of the process"``.
+        samples: the phases of the step in their order.
+        peak: index in ``samples`` of the phase in which memory was highest.
+        peak_owned: what memory held at the peak, by owner and layer, largest first.
+        reserved_peak_bytes: the peak of what nobody else could use. It is more than the peak where
+            an allocator keeps blocks that were freed.
+        counts_freed: whether memory that was freed counts as long as it is not returned to the
+            system, as it does in a process's resident memory.
+    """
+
+    counted: str
+    samples: tuple[MemorySample, ...]
+    peak: int
+    peak_owned: tuple[OwnedBytes, ...]
+    reserved_peak_bytes: int
+    counts_freed: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step."""
+        return self.samples[self.peak].peak_bytes
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which memory was highest."""
+        return self.samples[self.peak].phase
+
+    def describe_peak(self) -> str:
+        """Return the height of the peak above idle memory, its whole height, and its phase."""
+        sample = self.samples[self.peak]
+        whole, phase = format_size(sample.peak_bytes), sample.phase
+        if not sample.idle_bytes:
+            return f"{whole}, in {phase}"
+        above = format_size(sample.peak_bytes - sample.idle_bytes)
+        return f"{above} above idle, {whole} in all, in {phase}"
+
+    def _repr_html_(self) -> str:
+        return text_block(str(self))
+
+    def __str__(self) -> str:
+        lines = [f"the peak is {self.describe_peak()}; {self.counted}"]
+        lines += [f"  {size:>10} {share:>5}  {owner}" for size, share, owner in self._rows()]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Return size, share and name of each owner at the peak; what was idle comes last."""
+        sample = self.samples[self.peak]
+        owners = sorted(sample.owned, key=lambda owner: owner in IDLE)
+        return [
+            (format_size(size), f"{size / (sample.peak_bytes or 1):.0%}", owner.value)
+            for owner in owners
+            if (size := sample.owned[owner])
+        ]
+
+
+# ---- Records it while the step runs ----
 
 BEGIN = "forward outside layers"
 LOSS = "loss"

@@ -16,13 +16,14 @@ import torch
 from ebbtide.errors import PolicyError
 from ebbtide.observe.explain import Finding
 from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.memory import MemorySample, StepMemory
 from ebbtide.observe.trace import Trace, chrome_document, chrome_events, write_chrome
 from ebbtide.planning.documents import read_as
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction import StepRecord, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
-from ebbtide.runtime.events import LANES, MemorySample, Owner, StepMemory, TraceEvent
+from ebbtide.runtime.events import LANES, Owner, TraceEvent
 from ebbtide.runtime.stats import StepStats
 from ebbtide.units import count
 from ebbtide.version import __version__

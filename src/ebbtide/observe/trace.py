@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any, Final, final
 
+from ebbtide.observe.memory import StepMemory
 from ebbtide.observe.plots import (
     draw_lanes_figure,
     place_side_by_side,
     render_timeline,
     save_figure,
 )
-from ebbtide.runtime.events import LANES, Owner, StepMemory, TraceEvent
+from ebbtide.runtime.events import LANES, Owner, TraceEvent
 from ebbtide.units import brief, count, text_block
 
 # ---- Write traces as Chrome trace-event JSON, which Perfetto and chrome://tracing open ----

@@ -7,8 +7,7 @@ autograd saves anyway, and the access order, which is learned in one step to pre
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any, ClassVar, Final, final
@@ -103,33 +102,6 @@ def _put_in_force(settings: Sequence[Any]) -> None:
     for (read, write), value in zip(KERNEL_SETTINGS, settings, strict=True):
         if value != read():
             write(value)
-
-
-def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """Note the states of the random numbers of torch, Python and NumPy.
-
-    Args:
-        devices: the devices whose random numbers are noted beside the host's.
-
-    Returns:
-        What puts the states back.
-    """
-    from numpy import random as numpy_random
-
-    drawn_elsewhere = [each for each in devices if each.type not in ("cpu", "meta")]
-    modules: list[Any] = [(torch.get_device_module(each), each) for each in drawn_elsewhere]
-    states = [module.get_rng_state(device) for module, device in modules]
-    host_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy_random.get_state(legacy=False)
-
-    def put_back() -> None:
-        for (module, device), state in zip(modules, states, strict=True):
-            module.set_rng_state(state, device)
-        torch.set_rng_state(host_state)
-        random.setstate(python_state)
-        numpy_random.set_state(numpy_state)
-
-    return put_back
 
 
 MOST_STEPS: Final = 4

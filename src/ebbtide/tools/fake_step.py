@@ -20,7 +20,6 @@ from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.policy import refuse
 from ebbtide.runtime.handles import pass_through, restore
-from ebbtide.runtime.record import note_random_numbers
 from ebbtide.runtime.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -30,7 +29,7 @@ from ebbtide.runtime.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
-from ebbtide.tools.verify import call_model, default_loss
+from ebbtide.tools.verify import call_model, default_loss, note_random_numbers
 
 
 class Part(NamedTuple):

@@ -36,7 +36,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.parameter_index import find_device
-from ebbtide.runtime.record import AccessOrder, note_random_numbers
+from ebbtide.runtime.record import AccessOrder
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import count, format_size
@@ -797,6 +797,33 @@ def random_states(device: torch.device) -> Values:
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Note the states of the random numbers of torch, Python and NumPy.
+
+    Args:
+        devices: the devices whose random numbers are noted beside the host's.
+
+    Returns:
+        What puts the states back.
+    """
+    from numpy import random as numpy_random
+
+    drawn_elsewhere = [each for each in devices if each.type not in ("cpu", "meta")]
+    modules: list[Any] = [(torch.get_device_module(each), each) for each in drawn_elsewhere]
+    states = [module.get_rng_state(device) for module, device in modules]
+    host_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = numpy_random.get_state(legacy=False)
+
+    def put_back() -> None:
+        for (module, device), state in zip(modules, states, strict=True):
+            module.set_rng_state(state, device)
+        torch.set_rng_state(host_state)
+        random.setstate(python_state)
+        numpy_random.set_state(numpy_state)
+
+    return put_back
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
