@@ -29,7 +29,7 @@ from ebbtide.policy import (
 from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.executor import ScheduleMode
-from ebbtide.runtime.forward import BypassHooks, OffloadedForward
+from ebbtide.runtime.forward import OffloadedForward, hook_parts
 from ebbtide.runtime.layers import (
     LayerModules,
     LayerTracker,
@@ -230,8 +230,7 @@ def offload(
     known = weakref.ref(model)  # see [Note: what a model owns]
     undo: list[Callable[[], None]] = [functools.partial(_restore_forward, known, wrapped)]
     model.forward = wrapped
-    bypass = BypassHooks(model, found, wrapped, tracker, follows_schedule=schedule is not None)
-    undo.append(bypass.detach)
+    hook_parts(model, found, wrapped, tracker, follows_schedule=schedule is not None)
     undo.append(placed.detach)
     if planner is not None:
         undo.append(planner.detach)

@@ -273,14 +273,45 @@ class OffloadedForward(ForwardReplacement):
             here.depth, here.part = 0, None
             self._engine.mend()
 
-    def is_running(self, beginning: nn.Module) -> bool:
-        """Whether a forward of the model runs now on this thread, with or without grad mode.
+    def begin_part(self, known: weakref.ref[nn.Module], first: int, _: Any) -> None:
+        """Begin a forward with the call of a module; see [Note: bypassed forwards].
 
         Args:
-            beginning: the module whose call has just begun.
+            known: the module.
+            first: number of its first layer.
         """
-        self._mend(beginning)
-        return bool(self.here.depth)
+        module, here = known(), self.here
+        assert module is not None, "it is called"
+        if module.__dict__.get("forward") is self:
+            return  # it is not bypassed
+        self._mend(module)
+        if here.depth or in_backward():
+            return  # it runs, perhaps without grad mode; or a checkpointed part is recomputed
+        if self._tracker is None or self._tracker.forward is not None:
+            return  # it belongs to the forward that runs
+        _, here.end = self.begin(first)
+        here.part = known
+
+    def end_part(self, known: weakref.ref[nn.Module], _: Any) -> None:
+        """End the forward that the call of this module has begun."""
+        module, here = known(), self.here
+        if module is not None and module is here.opened and _count_calls(module) < 2:
+            here.part = None
+            here.end.close()
+            self._warn_of_no_plan()
+
+    def _warn_of_no_plan(self) -> None:
+        """Warn once if there is a budget or a plan, and every forward so far was bypassed."""
+        if self.prepare is None or self.was_prepared or not torch.is_grad_enabled():
+            return
+        self.was_prepared = True
+        warn_user(
+            "budget-bypassed",
+            "the budget is not followed, because a part of the model is called and not the model "
+            "itself; everything is recomputed and offloaded. Offload the part that is called: "
+            "ebbtide.offload(model.net, budget=...)",
+            UserWarning,
+        )
 
     def __repr__(self) -> str:
         name = getattr(self._forward, "__qualname__", None) or type(self._forward).__name__
@@ -300,9 +331,15 @@ skip_in_compiler(ModuleHook.__call__)
 # ---- Begins a forward where code calls a part of a model without going through `model.forward`
 
 
-@final
-class BypassHooks:
-    """Hooks on the modules that code calls when it bypasses the forward of a model.
+def hook_parts(
+    model: nn.Module,
+    layers: LayerModules,
+    forward: OffloadedForward,
+    tracker: LayerTracker,
+    *,
+    follows_schedule: bool,
+) -> None:
+    """Hook the modules that code calls when it bypasses the forward of a model.
 
     [Note: bypassed forwards] A trainer may put a function of its own in the place of
     `model.forward`, and a training step may call `self.net(x)` and never the model. So the model,
@@ -312,72 +349,20 @@ class BypassHooks:
     Args:
         model: the model.
         layers: its layers.
-        forward: the model's offloaded forward.
-        tracker: numbers the layers.
+        forward: the model's offloaded forward. The modules own it by these hooks, too, so that it
+            lives where it is not `model.forward` any more.
+        tracker: numbers the layers, and removes the hooks.
         follows_schedule: whether a schedule is followed. It counts the layers of whole forwards, so
             a layer that is called by itself begins none.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: LayerModules,
-        forward: OffloadedForward,
-        tracker: LayerTracker,
-        *,
-        follows_schedule: bool,
-    ) -> None:
-        self._forward = forward
-        self._tracker = tracker
-        self._numbers = {id(module): number for number, module in enumerate(layers.modules)}
-        self._hooked = tracker.others
-        for module in _openers(model, layers.names):
-            if follows_schedule and id(module) in self._numbers:
-                continue
-            known, is_model = weakref.ref(module), module is model
-            begin = functools.partial(call_weakly(self._begin_call), known, is_model)
-            end = functools.partial(call_weakly(self._end_call), known)
-            # The modules own this object by these hooks, so that it lives without `model.forward`.
-            self._hooked.append(HookedLayer(None, "", module, begin, end, owner=self))
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        while self._hooked:
-            self._hooked.pop().remove()
-
-    def _begin_call(self, known: weakref.ref[nn.Module], is_model: bool, _: Any) -> None:
-        module = known()
-        assert module is not None, "it is called"
-        if is_model and module.__dict__.get("forward") is self._forward:
-            return  # it is not bypassed
-        here = self._forward.here
-        if self._forward.is_running(module):
-            return  # perhaps without grad mode
-        if self._tracker.forward is not None or in_backward():
-            return  # it belongs to the forward that runs, or recomputes a checkpointed part
-        _, here.end = self._forward.begin(self._numbers.get(id(module), 0))
-        here.part = known
-
-    def _end_call(self, known: weakref.ref[nn.Module], _: Any) -> None:
-        module, here = known(), self._forward.here
-        if module is not None and module is here.opened and _count_calls(module) < 2:
-            here.part = None
-            here.end.close()
-            self._warn_of_no_plan()
-
-    def _warn_of_no_plan(self) -> None:
-        """Warn once if there is a budget or a plan, and every forward so far was bypassed."""
-        forward = self._forward
-        if forward.prepare is None or forward.was_prepared or not torch.is_grad_enabled():
-            return
-        forward.was_prepared = True
-        warn_user(
-            "budget-bypassed",
-            "the budget is not followed, because a part of the model is called and not the model "
-            "itself; everything is recomputed and offloaded. Offload the part that is called: "
-            "ebbtide.offload(model.net, budget=...)",
-            UserWarning,
-        )
+    numbers = {id(module): number for number, module in enumerate(layers.modules)}
+    for module in _openers(model, layers.names):
+        if follows_schedule and id(module) in numbers:
+            continue
+        known, first = weakref.ref(module), numbers.get(id(module), 0)
+        begin = functools.partial(call_weakly(forward.begin_part), known, first)
+        end = functools.partial(call_weakly(forward.end_part), known)
+        tracker.others.append(HookedLayer(None, "", module, begin, end, owner=forward))
 
 
 def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:

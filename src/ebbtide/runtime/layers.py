@@ -203,8 +203,10 @@ class LayerTracker:
             self._hooked.append(HookedLayer(parent, key, module, begin, end, inside=inside))
 
     def detach(self) -> None:
-        while self._hooked:
-            self._hooked.pop().remove()
+        """Remove all hooks."""
+        for hooked in (self._hooked, self.others):
+            while hooked:
+                hooked.pop().remove()
 
     @property
     def forward(self) -> Scope | None:
