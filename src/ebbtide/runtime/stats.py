@@ -30,8 +30,7 @@ from ebbtide.runtime.record import ACTIVATION, DROPPED, GRADIENT, WEIGHT, Forwar
 from ebbtide.units import format_size, text_block
 
 
-@final
-@dataclass(frozen=True)
+@dataclass
 class StepStats:
     """The statistics of one finished step; all fields are zero before the first step ends.
 
@@ -166,7 +165,7 @@ class RecomputedLayer:
         return f"{place[:24]:<24} {'':>3} {size:>10}  {'':<15} {self.num_saved:>5}"
 
 
-def fates(stats: StepStats | StepMeter) -> dict[str, str]:
+def fates(stats: StepStats) -> dict[str, str]:
     """Say what became of the bytes that a step saved, each storage once, by kinds."""
     parts = {
         "keep": (stats.kept_bytes, "kept"),
@@ -178,19 +177,12 @@ def fates(stats: StepStats | StepMeter) -> dict[str, str]:
     return {kind: f"{format_size(size)} {words}" for kind, (size, words) in parts.items() if size}
 
 
-def describe_fates(stats: StepStats | StepMeter) -> str:
+def describe_fates(stats: StepStats) -> str:
     """Say what became of the bytes that a step saved, and how many of weights moved."""
     labels = list(fates(stats).values())
     if stats.weight_reload_bytes:
         labels.append(f"{format_size(stats.weight_reload_bytes)} of weights reloaded")
     return ", ".join(labels)
-
-
-_COUNTED = tuple(
-    each.name
-    for each in fields(StepStats)
-    if each.name not in ("unique_bytes", "late_reloads", "stall_s")
-)
 
 
 _SOURCES: Final = frozenset({Owner.KEPT, Owner.LEAVING})  # of the memory that was saved itself
@@ -199,8 +191,8 @@ _NO_STEP: Final = StepStats()  # one object, as a step that has been seen is kno
 
 
 @final
-class StepMeter:
-    """What belongs to one step. Counters of `StepStats` have the names of their fields there.
+class StepMeter(StepStats):
+    """What belongs to one step while it runs: the counters, and what they are made of.
 
     Attributes:
         waits: for each wait of compute for a copy: its start, the event of the copy's completion,
@@ -217,23 +209,7 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
-        self.saved_bytes = 0
-        self.parameter_bytes = 0
-        self.kept_bytes = 0
-        self.offloaded_bytes = 0
-        self.reloaded_bytes = 0
-        self.rebuilt_bytes = 0
-        self.recomputed_bytes = 0
-        self.packed_bytes = 0
-        self.weight_reload_bytes = 0
-        self.gradient_bytes = 0
-        self.peak_device_bytes = 0
-        self.peak_weight_bytes = 0
-        self.peak_host_bytes = 0
-        self.peak_disk_bytes = 0
-        self.num_saved = 0
-        self.num_offloaded = 0
-        self.host_capacity_bytes = 0
+        super().__init__()
         self.had_backward = False
         self.largest_bytes = 0
         self.num_forwards = self.num_runs = self.num_verifying = 0
@@ -242,22 +218,13 @@ class StepMeter:
         self.carried: list[Any] = []
         self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
 
-    @property
-    def unique_bytes(self) -> int:
-        """Bytes of the saved storages, each counted once; see `StepStats`."""
-        moved_bytes = self.offloaded_bytes + self.packed_bytes
-        return self.kept_bytes + moved_bytes + self.rebuilt_bytes + self.recomputed_bytes
-
     @functools.cached_property
     def stats(self) -> StepStats:
         """The statistics. Reading them waits until the device has finished the step."""
         late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
-        return StepStats(
-            **{name: getattr(self, name) for name in _COUNTED},
-            unique_bytes=self.unique_bytes,
-            late_reloads=sum(is_reload for seconds, is_reload in late_s if seconds > 0),
-            stall_s=sum(seconds for seconds, _ in late_s if seconds > 0),
-        )
+        self.late_reloads = sum(is_reload for seconds, is_reload in late_s if seconds > 0)
+        self.stall_s = sum(seconds for seconds, _ in late_s if seconds > 0)
+        return StepStats(**{each.name: getattr(self, each.name) for each in fields(StepStats)})
 
 
 def watch_nodes(outputs: Iterable[torch.Tensor], begin: Callable[[object], None]) -> None:
@@ -319,7 +286,7 @@ class Account:
         return _NO_STEP if self.last_meter is None else self.last_meter.stats
 
     @property
-    def last_counts(self) -> StepStats | StepMeter:
+    def last_counts(self) -> StepStats:
         """The counts of the last finished step, without its waits. Reading it does not wait."""
         return self.last_meter or _NO_STEP
 
@@ -354,6 +321,8 @@ class Account:
         """
         before, last = self.last_meter, self.meter
         last.host_capacity_bytes = host_capacity_bytes
+        last.unique_bytes = last.kept_bytes + last.offloaded_bytes + last.packed_bytes
+        last.unique_bytes += last.rebuilt_bytes + last.recomputed_bytes
         self.last_meter, self.meter = last, StepMeter()
         if carries:
             older = (*last.carried, *(() if before is None else before.saved))
