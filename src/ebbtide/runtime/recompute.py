@@ -336,10 +336,10 @@ class _Operation:
     reads: set[int] = field(default_factory=set)
     writes: tuple[int, ...] = ()
     makes: tuple[tuple[int, int], ...] = ()
-    outer: set[_FromOutside] = field(default_factory=set)
+    outer: tuple[_FromOutside, ...] = ()
     numbers: tuple[_Numbers, ...] = ()
     begins: set[int] = field(default_factory=set)
-    ends: set[int | _FromOutside] = field(default_factory=set)
+    ends: Sequence[int | _FromOutside] = ()
 
 
 def _flat(result: Any) -> Sequence[Any]:
@@ -469,9 +469,10 @@ class Recording:
                 continue
             needed.append(operation)
             wanted = (wanted | operation.reads) - made
-            operation.ends = operation.reads | made | operation.outer
-            operation.ends -= used
-            used |= operation.ends
+            uses: dict[int | _FromOutside, None] = dict.fromkeys(operation.reads | made)
+            uses.update(dict.fromkeys(operation.outer))
+            operation.ends = [each for each in uses if each not in used]
+            used.update(operation.ends)
         for operation in reversed(needed):
             operation.begins = operation.reads & wanted
             wanted -= operation.reads
@@ -542,8 +543,9 @@ class Recording:
         operations = self._plan() if self.call is None else self.operations
         with as_in_forward(self._settings, self._device.torch_device.type, "cpu"):
             for operation in operations:
-                for each in operation.outer - values.keys():
-                    values[each] = each.find()
+                for each in operation.outer:
+                    if each not in values:
+                        values[each] = each.find()
                 for slot in operation.begins:
                     values[slot] = self._begin(slot)
                 args = _decode(operation.args, values)
@@ -807,7 +809,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             slot = self._find_slot(address)
             if slot is None:
                 outer = self._note_outer(value, address)
-                operation.outer.add(outer)
+                operation.outer += (outer,)
                 return outer
             operation.reads.add(slot)
             return _Part.of(value, slot)
