@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer, in_range
+from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
 from ebbtide.devices.process import call_weakly
 from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import (
@@ -35,7 +35,7 @@ from ebbtide.runtime.handles import (
     pack,
 )
 from ebbtide.runtime.record import DROPPED, REBUILT, AccessOrder, ForwardLog
-from ebbtide.runtime.stats import RecomputedLayer
+from ebbtide.runtime.stats import RecomputedLayer, subject
 from ebbtide.runtime.torch_internals import call_after_backward, current_graph_task, sequence_number
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Verb
@@ -697,12 +697,7 @@ class Activations:
                 current.wait(record.ready)
                 self._device.note_use(value, record.home, current, record.ready)
         if value is None:
-            recorder = self._account.recorder
-            begun = None if recorder is None else recorder.mark()
-            value = in_range("rebuild", record.layer, run)
-            if recorder is not None and begun is not None:
-                about = Subject(record.layer, record.microbatch, record.size_bytes)
-                recorder.compute("rebuild", about, begun)
+            value = self._account.run("rebuild", subject(record), run)
         with self._gate:
             if record.buffer is None:
                 home = self._device.compute_stream()
@@ -746,14 +741,15 @@ class Activations:
             self.deaths.expect(owner, call)
         self.transfers.store.note_freed(call.size_bytes)
 
-    def begin_recompute(self, call: RecomputedLayer) -> AbstractEvent | None:
-        """Note that a layer's operations begin to run again.
+    def recompute(self, call: RecomputedLayer, run: Callable[[], None]) -> None:
+        """Run a layer's operations again.
 
         What they save counts as held until the call dies, although backward frees each storage when
         it has read it.
 
-        Returns:
-            An event before them; None if steps are not traced.
+        Args:
+            call: the call of the layer.
+            run: runs the operations.
         """
         self.note_backward(call.log)
         self.transfers.store.note_freed(call.size_bytes)  # of the layer whose backward has ended
@@ -761,8 +757,7 @@ class Activations:
             self._account.take(-call.held_bytes, Owner.RECOMPUTED, call.layer)
             call.held_bytes = call.size_bytes
             self._account.take(call.held_bytes, Owner.RECOMPUTED, call.layer)
-        recorder = self._account.recorder
-        return None if recorder is None else recorder.mark()
+        self._account.run("recompute", Subject(call.layer, call.microbatch, call.size_bytes), run)
 
     def recomputed(self) -> list[RecomputedLayer]:
         """Return the recomputed layers of the last finished step, in the order of their calls."""

@@ -41,12 +41,10 @@ from ebbtide.devices.device import (
     AbstractEvent,
     AbstractStream,
     Layer,
-    in_range,
 )
 from ebbtide.errors import SavedTensorModifiedError, warn_user
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import skip_in_compiler
-from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import AbstractProbed, Saved, bits_of, bytes_of, restore
 from ebbtide.runtime.record import as_in_forward, kernel_settings
 from ebbtide.runtime.saved_tensors import CompositeTensor, SavedTensorHooks, is_plain_subclass
@@ -502,11 +500,12 @@ class Recording:
         return value
 
     def _run_again(self) -> None:
-        layer, call, begun = self.layer, self.call, None
-        if call is not None:
-            begun = self.activations.begin_recompute(call)
+        layer = self.layer
         try:
-            in_range("recompute", layer, self._compute)
+            if self.call is None:
+                self._compute()
+            else:
+                self.activations.recompute(self.call, self._compute)
         except SavedTensorModifiedError as error:
             self.proofs.refuse(layer, "reads what is changed in place before backward")
             raise SavedTensorModifiedError(
@@ -515,12 +514,6 @@ class Recording:
                 f"clone it before the layer, or leave the layer out: name the others with "
                 f"layers=[...]. From the next step on the layer is not recomputed"
             ) from error
-        finally:
-            recorder = self.activations.transfers.account.recorder
-            if call is not None and begun is not None and recorder is not None:
-                recorder.compute(
-                    "recompute", Subject(layer, call.microbatch, call.size_bytes), begun
-                )
 
     def _compute(self) -> None:
         self._values = {}

@@ -15,6 +15,7 @@ from ebbtide.devices.device import (
     AbstractStream,
     Layer,
     Origin,
+    Result,
     in_range,
     is_profiling,
 )
@@ -424,6 +425,15 @@ class Account:
         in_range("wait", record.layer, stream.wait, event)
         if recorder is not None:
             recorder.compute("wait", subject(record), before.event, event)
+
+    def run(self, what: str, about: Subject, work: Callable[[], Result]) -> Result:
+        """Run work of the compute stream, such as a ``"rebuild"``, in a trace and a profile."""
+        recorder = self.recorder
+        begun = None if recorder is None else recorder.mark()
+        result = in_range(what, about.layer, work)
+        if recorder is not None and begun is not None:
+            recorder.compute(what, about, begun)
+        return result
 
 
 def subject(record: Record) -> Subject:
