@@ -145,8 +145,12 @@ def _copies(node: type) -> bool:
 Place = tuple[weakref.ref[nn.Module], str]
 """A module and the name of one of its parameters."""
 
-_Group = tuple[list[Place], list[Place], list[nn.Parameter | None]]
-"""The places of what a sharded module gathers, those watched, and the parameters seen in these."""
+_Group = tuple[list[Place], tuple[Place, nn.Parameter] | None]
+"""The places of what a sharded module gathers; one of them, and the parameter that was seen there.
+
+FSDP2 exchanges all of them together, except those that the user told it to ignore, which are no
+DTensors. None: they are gathered now.
+"""
 
 
 @final
@@ -168,7 +172,7 @@ class UnshardedParameters:
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules
-        self._groups: dict[weakref.ref[nn.Module], _Group] = {}  # by the sharded module
+        self._groups: list[_Group] = []
         self._flat: list[nn.Parameter] = []  # FSDP1's
         self._storages: set[int] = set()
         self.is_sharded = False
@@ -179,40 +183,21 @@ class UnshardedParameters:
         sharded, flat = _find_sharded_modules(alive)
         self._flat = [p for module in flat for p in _flat_parameters(module)]
         self.is_sharded = bool(sharded or self._flat)
-        if not sharded and not self._groups:
-            return
         self._storages = set()
-        known, self._groups = self._groups, {}
-        for module in sharded:
-            places, reference = list(_own_places(module, sharded)), weakref.ref(module)
-            before, watched, _ = known.get(reference, ([], [], []))
-            self._read(reference, places, watched if before == places else places)
+        self._groups = [self._read([*_own_places(module, sharded)]) for module in sharded]
 
-    def _read(
-        self, module: weakref.ref[nn.Module], places: list[Place], watched: list[Place]
-    ) -> None:
-        """Note the storages of the parameters that a sharded module has now.
-
-        FSDP2 exchanges all of them together, except those that the user told it to ignore. Once one
-        of them was seen to be exchanged, it is enough to watch that one.
-
-        Args:
-            module: the module.
-            places: the places of its parameters.
-            watched: those of them that tell of an exchange.
-        """
-        for parameter in map(_parameter_at, places):
-            if parameter is not None:
-                self._storages.update(p.untyped_storage()._cdata for p in parts_of(parameter))
-        self._groups[module] = places, watched, [*map(_parameter_at, watched)]
+    def _read(self, places: list[Place]) -> _Group:
+        """Note the storages of the parameters that a sharded module has now."""
+        found = [(place, p) for place in places if (p := _parameter_at(place)) is not None]
+        for _, parameter in found:
+            self._storages.update(part.untyped_storage()._cdata for part in parts_of(parameter))
+        return places, next((each for each in found if hasattr(each[1], "device_mesh")), None)
 
     def own(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to a parameter of a sharded module, gathered or not."""
-        for module, (places, watched, seen) in list(self._groups.items()):
-            for place, parameter in zip(watched, seen, strict=True):
-                if _parameter_at(place) is not parameter:
-                    self._read(module, places, [place])
-                    break
+        for number, (places, watched) in enumerate(self._groups):
+            if watched is not None and _parameter_at(watched[0]) is not watched[1]:
+                self._groups[number] = self._read(places)
         address = storage._cdata
         if address in self._storages:
             return True
