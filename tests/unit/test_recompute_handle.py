@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import ebbtide
 from ebbtide import PolicyError, WeightPolicy
@@ -320,6 +321,7 @@ def test_a_step_after_an_interrupted_one_is_right(error: type[BaseException], ag
         else:
             with pytest.raises(error):
                 model(torch.randn(ROWS, WIDTH))
+            assert not _get_current_dispatch_mode_stack(), "nothing is recorded any more"
         model.layers[0].due = False
         model.zero_grad()
         model.load_state_dict(expected.state_dict())
