@@ -68,9 +68,7 @@ def test_a_plan_needs_no_more_than_predicted(rule: str, order: str, device: torc
     ]
     model, batch = nn.Sequential(*blocks).to(device), torch.randn(4096, 64).to(device)
     hardware = Hardware.named("h100")
-    profile = fake_profile(
-        model, batch, hardware, layers=blocks, min_bytes=1, optimizer_states=0, between=True
-    )
+    profile = fake_profile(model, batch, hardware, layers=blocks, min_bytes=1, optimizer_states=0)
     timing = CautiousTiming(profile, hardware, 1.0)
     if rule == "searched for":
         figures = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")

@@ -310,7 +310,7 @@ def test_the_limit_is_what_no_activation_could_leave() -> None:
 
 def saved(layer: int, size_mib: int) -> InspectedStorage:
     moved, name = size_mib * MIB, f"blocks.{layer}"
-    where = (layer, name, 0, 0, moved, moved, "offload", "disk", (), 1, (), 0.0, 1.0)
+    where = (layer, name, 0, 0, moved, moved, "offload", "disk", (), 1, 0.0, 1.0)
     return InspectedStorage(*where, shape=(size_mib, 2**18), dtype="float32", saved_by="Gelu")
 
 

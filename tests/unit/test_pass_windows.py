@@ -200,7 +200,6 @@ def step_of(model: Chain, batch: Tensor, windows: Sequence[int], *, keeps: int =
         layers=list(model.blocks),
         min_bytes=1,
         optimizer_states=0,
-        between=True,
     )
     assert [each.between for each in profile.layers][-8:] == [False, True] * 4
     count = len(profile.layers)

@@ -67,7 +67,7 @@ def random_plan(profile: StepProfile, seed: int) -> Plan:
 
 
 def profile_of(model: nn.Module, batch: Tensor) -> StepProfile:
-    return fake_profile(model, batch, CPU, optimizer_states=0, between=True)
+    return fake_profile(model, batch, CPU, optimizer_states=0)
 
 
 def train(model: nn.Module, batch: Tensor, seed: int) -> list[Tensor]:

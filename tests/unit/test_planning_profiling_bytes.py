@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -127,7 +128,8 @@ def engine_bytes(
     firsts: dict[tuple[int | None, int], tuple[int | None, int]] = {}
     for each in storages:  # a view may first be saved where another view of the same has a name
         name = firsts.get((each.layer, each.number), (each.layer, each.number))
-        firsts.update(dict.fromkeys(zip(each.shared_by, each.shared_as, strict=True), name))
+        own = [(place if place >= 0 else None, number) for place, number in each.numbers]
+        firsts.update(dict.fromkeys(own, name))
         sizes[name] += each.size_bytes
     return sizes, {(each.layer, each.number): each.shared_by for each in storages}
 
@@ -140,22 +142,17 @@ def test_bytes_are_those_that_the_engine_offloads(name: str, min_bytes: int) -> 
     model, batch = make_model(), make_batch()
     profile = profile_of(model, batch, min_bytes)
     sizes, shared = engine_bytes(model, batch, min_bytes)
-    inside = {key: size for key, size in sizes.items() if key[0] is not None}
-    assert saved_bytes(profile) == inside
+    assert saved_bytes(profile) == sizes
     names = engine_name_of(profile)
+    calls = itertools.count()
     again = {
-        (index, tuple(names[each.same_as]))
-        for index, layer in enumerate(profile.layers)
+        (None if layer.between else call, tuple(names[each.same_as]))
+        for layer in profile.layers
+        for call in (None if layer.between else next(calls),)
         for each in layer.storages
         if each.same_as is not None
     }
-    expected = {
-        (other, key)
-        for key, others in shared.items()
-        for other in others
-        if other is not None and key[0] is not None
-    }
-    assert again == expected
+    assert again == {(other, key) for key, others in shared.items() for other in others}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -165,30 +162,25 @@ def test_copies_of_weights_made_by_autocast_are_no_activations(frozen: bool) -> 
     with torch.autocast("cpu", torch.bfloat16):
         found = saved_bytes(profile_of(model, batch))
         sizes, _ = engine_bytes(model, batch, 1)
-    assert found == {key: size for key, size in sizes.items() if key[0] is not None}
+    assert found == sizes
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_outside_layers_is_fixed(name: str) -> None:
-    """The batch, and four times the parameters there.
+    """A batch that nothing saves, buffers, and four times the parameters there.
 
-    That is the weights, their gradients and the two states of Adam. The layers have their own. What
-    is saved outside layers is working memory while it is alive; at the loss, that is all of it.
+    That is the weights, their gradients and the two states of Adam. The layers have their own.
     """
     torch.manual_seed(0)
     make_model, make_batch = CASES[name]
     model, batch = make_model(), make_batch()
     profile = profile_of(model, batch)
-    sizes, _ = engine_bytes(model, batch, 1)
-    outside = sum(size for (layer, _), size in sizes.items() if layer is None)
     inside = {parameter for each in layers_of(model) for parameter in each.parameters()}
     outer = sum(each.nbytes for each in set(model.parameters()) - inside)
     inner = sum(each.nbytes for each in inside)
-    # The FNO does not save it, and the GPT saves it outside layers; it is there all the time.
-    batch_bytes = batch.nbytes if name in ("fno", "gpt") else 0
+    batch_bytes = batch.nbytes if name == "fno" else 0
     buffers = sum(each.nbytes for each in model.buffers())
     assert profile.fixed_bytes == batch_bytes + buffers + 4 * outer
-    assert profile.loss_working_bytes >= outside
     assert sum(layer.weight_bytes for layer in profile.layers) == inner
     assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * inner
 
@@ -280,9 +272,10 @@ def test_other_batches_and_losses() -> None:
 
     named = profile_of(model, {"input": torch.randn(4, 16)}, loss=loss)
     assert named == profile_of(model, (torch.randn(4, 16),), loss=loss)
-    # The difference needs the output, which is alive anyway, and the target; and the backward of
-    # the loss makes a gradient. The loss and its gradient are one number each.
-    assert named.loss_working_bytes == 3 * 4 * 16 * 4 + 2 * 4
+    # The loss saves the output, which is alive anyway, and the target. Its backward makes a
+    # gradient. The loss and its gradient are one number each.
+    assert [each.size_bytes for each in named.layers[-1].storages] == [4 * 16 * 4] * 2
+    assert named.layers[-1].backward_working_bytes == 4 * 16 * 4 + 2 * 4
 
 
 def test_a_batch_of_a_class_of_its_own_is_given_to_the_model_whole() -> None:
@@ -309,7 +302,7 @@ def test_a_batch_of_a_class_of_its_own_is_given_to_the_model_whole() -> None:
     assert found.layers[1].storages == expected.layers[1].storages
 
 
-def test_what_is_saved_before_a_layer_saves_it_is_not_the_layers() -> None:
+def test_what_is_saved_before_a_layer_saves_it_is_shared() -> None:
     class Saved(nn.Module):
         def __init__(self, before: bool) -> None:
             super().__init__()
@@ -320,9 +313,11 @@ def test_what_is_saved_before_a_layer_saves_it_is_not_the_layers() -> None:
             y = hidden.sin() if self.before else 0  # saves `hidden`, as the layer does
             return self.layer(hidden + 1 if not self.before else hidden) + y
 
-    for before, sizes in ((True, []), (False, [4 * 16 * 4])):
+    for before, same_as in ((True, StorageId(0, 0)), (False, None)):
         model = Saved(before)
         profile = fake_profile(
             model, torch.ones(4, 16).requires_grad_(), H100, layers=[model.layer]
         )
-        assert [each.size_bytes for each in profile.layers[0].storages] == sizes
+        (storage,) = profile.layers[1].storages
+        assert storage.size_bytes == 4 * 16 * 4
+        assert storage.same_as == same_as

@@ -205,17 +205,17 @@ def test_seconds_of_each_part_of_a_step() -> None:
     model = Products()
     profile = fake_profile(model, values(16, 16), SLOW, layers=model.blocks, optimizer_states=2)
     product, pointwise = 3 * one, 2 * one
-    assert profile.before_s == pytest.approx(product)
+    # The product before the layers saves its input, which makes it one of its own.
+    assert profile.before_s == 0
     assert [each.forward_s for each in profile.layers] == pytest.approx(
-        [product + pointwise, product]
+        [product, product + pointwise, product]
     )
-    # The gradients of input and weight.
+    # The gradients of input and weight; of the first product, that of the weight only.
     assert [each.backward_s for each in profile.layers] == pytest.approx(
-        [2 * product + pointwise, 2 * product]
+        [product, 2 * product + pointwise, 2 * product]
     )
     # neg().neg(), the sum of one matrix to one number; the first gradient is one number that is
     # made from it and expanded: 4 bytes read by neg, and 4 by the sum's.
     assert profile.loss_s == pytest.approx(2 * pointwise + one + pointwise + one, rel=0.02)
-    # The first product's weight gradient only. Adam reads the gradient, and reads and writes the
-    # weight and its two states, of three weights.
-    assert profile.after_s == pytest.approx(product + 3 * (1 + 2 * 3) * one)
+    # Adam reads the gradient, and reads and writes the weight and its two states, of three weights.
+    assert profile.after_s == pytest.approx(3 * (1 + 2 * 3) * one)

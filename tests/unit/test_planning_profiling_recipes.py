@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[Any, Any]] = CASES | {
 
 
 def profile_of(model: nn.Module, batch: Tensor, min_bytes: int = 1) -> StepProfile:
-    return fake_profile(model, batch, CPU, min_bytes=min_bytes, between=True)
+    return fake_profile(model, batch, CPU, min_bytes=min_bytes)
 
 
 def marked(profile: StepProfile) -> set[tuple[int | None, int]]:

@@ -39,8 +39,6 @@ class InspectedStorage:
             stayed, ``"-"`` if they were rebuilt.
         rebuilt_from: layer and number of the storages that it was rebuilt from.
         saves: number of saved tensors that shared the storage.
-        shared_by: indices of the other layers that saved it; None stands for each part of the code
-            outside layers.
         offloaded_s: seconds from the start of the step until its copy to the store was complete.
             None if there was no copy, or the step was not traced (``trace=True``).
         reloaded_s: the same for its last copy back to the device.
@@ -48,7 +46,9 @@ class InspectedStorage:
         dtype: its type, such as ``"float32"``.
         saved_by: the operation that saved it first, such as ``"Gelu"``; empty if no backward has
             read it.
-        shared_as: for each of `shared_by`, the number of the storage among those that it saved.
+        numbers: for each place that saved it, the first one first, the place and the number of the
+            storage there. A place is the index of a layer, or ``~n`` for the code outside layers
+            that runs once n layers have been called.
     """
 
     layer: int | None
@@ -61,13 +61,17 @@ class InspectedStorage:
     tier: str
     rebuilt_from: tuple[tuple[int | None, int], ...]
     saves: int
-    shared_by: tuple[int | None, ...]
     offloaded_s: float | None
     reloaded_s: float | None
     shape: tuple[int, ...] = ()
     dtype: str = ""
     saved_by: str = ""
-    shared_as: tuple[int, ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def shared_by(self) -> tuple[int | None, ...]:
+        """Indices of the other layers that saved it; None for each part outside layers."""
+        return tuple(place if place >= 0 else None for place, _ in self.numbers[1:])
 
     def describe(self) -> str:
         """Return size, type and shape, and which operation of which layer saved it."""
@@ -202,8 +206,8 @@ def inspect_engine(engine: Engine) -> Inspection:
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:
     layer = record.layer
     numbers = list((record.numbers or {}).items())
-    if layer is None:
-        del numbers[0]  # its own
+    if layer is not None:  # elsewhere, its own number is among them
+        numbers.insert(0, (layer.index, record.number))
     times = {what: event.since(origin) for what, event in record.copies if origin is not None}
     return InspectedStorage(
         layer=None if layer is None else layer.index,
@@ -216,13 +220,12 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         tier=record.tier or ("device" if record.decision.value == "keep" else "-"),
         rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
         saves=record.saves,
-        shared_by=tuple(place if place >= 0 else None for place, _ in numbers),
-        shared_as=tuple(number for _, number in numbers),
         offloaded_s=times.get("offload"),
         reloaded_s=times.get("reload"),
         shape=tuple(record.shape),
         dtype=str(record.dtype).removeprefix("torch."),
         saved_by=re.sub(r"(Backward)?\d*$", "", record.saved_by),
+        numbers=tuple(numbers),
     )
 
 

@@ -4,18 +4,17 @@
 profile is the record of its first step. What autograd saved is on record with sizes, who shares
 what, what can leave, and what rebuilt it; so are the inputs of each layer's call, which it saves if
 it is recomputed. The record has no seconds and no working memory: these are measured. Work between
-layers belongs behind the last layer that had saved something.
+layers that saves something is a layer of its own.
 """
 
 from __future__ import annotations
 
 import abc
-import bisect
 import dataclasses
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -86,12 +85,13 @@ def profile_recorded_step(
     """
     if not calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
-    placed = list(_placed(each for each in records if not each.microbatch))
-    slots = sorted({slot for _, slot in placed} | {2 * call for call in range(len(calls))})
+    saves = _saves(each for each in records if not each.microbatch)
+    slots = sorted({slot for slot, _, _ in saves} | {2 * call for call in range(len(calls))})
     indices = {slot: index for index, slot in enumerate(slots)}
     storages: list[list[SavedStorage]] = [[] for _ in slots]
     names: dict[_EngineName, StorageId] = {}
-    for index, engine_name, views in _saves(placed, indices):
+    for slot, engine_name, views in saves:
+        index = indices[slot]
         own, known = storages[index], names.get(engine_name)
         if known is None:
             sources = (names[each] for each in views[0].rebuilt_from if each in names)
@@ -111,54 +111,27 @@ def profile_recorded_step(
     return StepProfile(layers=tuple(layers), min_bytes=min_bytes)
 
 
-def _placed(records: Iterable[InspectedStorage]) -> Iterator[tuple[InspectedStorage, int]]:
-    """Yield each record with the slot of the forward that saved it first.
-
-    Call n of a layer has slot 2n and the work after it 2n + 1; what comes before the first has -1.
-    """
-    latest = -1
-    for record in records:
-        if record.layer is None:
-            yield record, 2 * latest + 1
-        else:
-            latest = max(latest, record.layer)
-            yield record, 2 * record.layer
-
-
 def _saves(
-    placed: Sequence[tuple[InspectedStorage, int]], indices: Mapping[int, int]
+    records: Iterable[InspectedStorage],
 ) -> list[tuple[int, _EngineName, list[InspectedStorage]]]:
-    """Return what each layer saves, in the order of its numbers, and the views of it.
+    """Return what each part of the forward saves, in the order of its numbers, and the views of it.
+
+    Call n of a layer is part 2n and the work after it 2n + 1; what comes before the first is -1.
 
     Args:
-        placed: what was saved first, with the slots of those that did.
-        indices: the layers of the slots.
+        records: what was saved first.
     """
     views: dict[_EngineName, list[InspectedStorage]] = defaultdict(list)
     firsts: dict[_EngineName, _EngineName] = {}  # of all names of a storage, the first one
-    gaps: list[tuple[int, int]] = []  # numbers outside layers, and their slots
-    for record, slot in placed:
-        name = record.layer, record.number
-        first = firsts.setdefault(name, name)
+    found: dict[tuple[int, int], _EngineName] = {}
+    for record in records:
+        own = record.layer, record.number
+        first = firsts.setdefault(own, own)
         views[first].append(record)
-        if record.layer is None:
-            gaps.append((record.number, slot))
-        for other in zip(record.shared_by, record.shared_as, strict=True):
-            firsts.setdefault(other, first)
-    # Outside layers, all gaps are numbered as one, and what is shared there is taken to be in the
-    # gap of the next storage that is saved there first.
-    gaps.sort()
-    found = []
-    for name, first in firsts.items():
-        layer, number = name
-        if layer is not None:
-            found.append((indices[2 * layer], number, first))
-            continue
-        following = bisect.bisect_left(gaps, (number, -1))
-        if following < len(gaps):
-            found.append((indices[gaps[following][1]], number, first))
-    found.sort()
-    return [(index, first, views[first]) for index, _, first in found]
+        for place, number in record.numbers:
+            slot, layer = (2 * place, place) if place >= 0 else (2 * ~place - 1, None)
+            found[slot, number] = firsts.setdefault((layer, number), first)
+    return [(slot, first, views[first]) for (slot, _), first in sorted(found.items())]
 
 
 def _saved(

@@ -70,10 +70,6 @@ class RebuildRecipe:
                 'such as RebuildRecipe("SinBackward0", ("self",), rebuild)'
             )
 
-    def traffic_bytes(self, inputs_bytes: Sequence[int], output_bytes: int) -> int:
-        """Return the cost of running the recipe: bytes read from and written to device memory."""
-        return sum(inputs_bytes) + output_bytes
-
 
 def kernel_settings() -> tuple[Any, ...]:
     """Return the settings that kernels depend on now, on the calling thread."""

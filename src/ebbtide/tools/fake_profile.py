@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar, final
 
 import torch
@@ -19,10 +20,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.errors import PolicyError
+from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.planning.contest import rule_plans
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import StepTiming
-from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.planning.recorded import (
+    Positions,
+    RecordedCall,
+    profile_recorded_step,
+    with_weight_bytes,
+)
 from ebbtide.policy import DEFAULT_MIN_BYTES
 from ebbtide.runtime.handles import Saved, pass_through
 from ebbtide.runtime.parameter_index import ParameterIndex
@@ -37,12 +45,12 @@ from ebbtide.tools.fake_step import (
 )
 from ebbtide.weights.model_weights import WeightBytes
 
-# ---- Notes which storages autograd saves in which part of a forward ----
+# ---- Records the storages that autograd saves in a forward ----
 
 
 @final
 class SavedStorages:
-    """Notes the storages that autograd saves in a forward, through its pack hook.
+    """Records the storages that autograd saves in a forward, through its pack hook.
 
     Args:
         step: the step; storages of its parameters and buffers, and what is on another device, do
@@ -50,35 +58,34 @@ class SavedStorages:
         min_bytes: smaller storages do not count.
 
     Attributes:
-        firsts: the part of the forward that saved each storage first, by key.
-        saves: for each part of the forward, the keys of the storages that it saved, in order.
-        recipes: how storages can be rebuilt, by their keys: the keys of the saved storages that one
-            is computed from, and the bytes that this reads and writes. Parameters and small
-            tensors, which are in memory in any case, are not among those.
         min_bytes: as given, and at least 1.
     """
 
     def __init__(self, step: FakeStep, min_bytes: int) -> None:
-        self.firsts: dict[int, Part] = {}
-        self.saves: dict[Part, dict[int, None]] = {}
         self._step, self._ledger = step, step.ledger
         self._parameters = ParameterIndex([step.model])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of addresses, which fake tensors do not have
             self._parameters.refresh()
         self.min_bytes = max(min_bytes, 1)
-        self.recipes: dict[int, tuple[tuple[int, ...], int]] = {}
+        # For each storage, by key, its number in each place that saved it, as the engine counts.
+        self._numbers: dict[int, dict[int, int]] = {}
+        self._counts: Counter[int] = Counter()
+        self._sources: dict[int, tuple[int, ...]] = {}  # what one can be rebuilt from
         self._depths: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Saved:
         """Note a tensor that autograd saves. This is the pack hook."""
         if self._counts_as_saved(tensor):
-            key = self._ledger.key_of(tensor)
-            part = self._ledger.part
-            self.saves.setdefault(part, {})[key] = None
-            if key not in self.firsts:
+            key, part = self._ledger.key_of(tensor), self._ledger.part
+            if key not in self._numbers:
                 self._find_recipe(tensor, key)
-                self.firsts[key] = part
+            place = part.layer if part.inside else ~(part.layer + 1)  # see `Scope.place`
+            numbers = self._numbers.setdefault(key, {})
+            if place not in numbers:
+                counted = max(place, -1)  # outside layers, one count goes on
+                numbers[place] = self._counts[counted]
+                self._counts[counted] += 1
         return pass_through(tensor)
 
     def _counts_as_saved(self, tensor: Tensor) -> bool:
@@ -92,21 +99,61 @@ class SavedStorages:
         return not self._parameters.owns(tensor, 0)  # a fake tensor has no address
 
     def _find_recipe(self, tensor: Tensor, key: int) -> None:
-        """Find how a storage can be rebuilt, at its first save."""
+        """Find how a storage can be rebuilt, at its first save.
+
+        Parameters and small tensors, which are in memory in any case, are no sources.
+        """
         found = find_recipe(tensor, tensor.untyped_storage())
         output = tensor if tensor._base is None else tensor._base
         if found is None or not output.is_contiguous():
             return
-        recipe, inputs = found
-        tensors = [saved[0] for saved in inputs if isinstance(saved, tuple)]
+        tensors = [saved[0] for saved in found[1] if isinstance(saved, tuple)]
         keys = map(self._ledger.known_key_of, tensors)
-        sources = tuple(dict.fromkeys(each for each in keys if each in self.firsts))
+        sources = tuple(dict.fromkeys(each for each in keys if each in self._numbers))
         depth = 1 + max((self._depths.get(source, 0) for source in sources), default=0)
-        if not sources or depth > MOST_STEPS:
-            return
-        traffic_bytes = recipe.traffic_bytes([each.nbytes for each in tensors], output.nbytes)
-        self.recipes[key] = sources, traffic_bytes
-        self._depths[key] = depth
+        if sources and depth <= MOST_STEPS:
+            self._sources[key], self._depths[key] = sources, depth
+
+    def _name_of(self, key: int) -> tuple[int | None, int]:
+        """Return the layer and number of a storage's first save."""
+        place, number = next(iter(self._numbers[key].items()))
+        return (place if place >= 0 else None), number
+
+    def records(self) -> Iterator[InspectedStorage]:
+        """Yield what is on record of each storage, in the order of the first saves."""
+        for key, numbers in self._numbers.items():
+            layer, number = self._name_of(key)
+            sources = map(self._name_of, self._sources.get(key, ()))
+            stays = key in self._step.inputs  # the loop holds the batch
+            yield InspectedStorage(
+                layer=layer,
+                name="",
+                microbatch=0,
+                number=number,
+                size_bytes=self._ledger.sizes[key],
+                moved_bytes=0,
+                decision="keep" if stays else "offload",
+                tier="-",
+                rebuilt_from=tuple(sources),
+                saves=len(numbers),
+                numbers=tuple(numbers.items()),
+                offloaded_s=None,
+                reloaded_s=None,
+            )
+
+    def calls(self) -> Iterator[RecordedCall]:
+        """Yield what is on record of the layers' calls."""
+        known, step = self._numbers, self._step
+        for index, call in enumerate(step.calls.calls):
+            # What is there before the step and not saved, such as the batch, is fixed.
+            keys = [key for key in call.inputs if key in known or key not in step.inputs]
+            source = self._name_of(keys[0]) if len(keys) == 1 and keys[0] in known else None
+            input_bytes = sum(self._ledger.sizes[key] for key in keys)
+            yield RecordedCall(call.name, input_bytes, source, index in step.calls.changing)
+
+    def fixed_bytes(self) -> int:
+        """Return the size of what is there before the step, and is none of what is saved."""
+        return sum(self._ledger.sizes[key] for key in self._step.inputs - self._numbers.keys())
 
 
 # ---- Layer calls that run again in the backward of a step with fake tensors ----
@@ -148,7 +195,7 @@ def _forward(
     return checkpoint(run, kwargs, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-# ---- Puts together the profile of a step from what was seen while it ran ----
+# ---- Adds seconds, weights and working memory to the profile of what was recorded ----
 
 Value = TypeVar("Value", int, float)
 
@@ -162,59 +209,40 @@ class StepAssembly:
         saved: what autograd saved.
         hardware: the machine.
         optimizer_states: number of tensors of the weights' size that the optimizer keeps.
-        between: whether work between layers that saves something is a layer of its own.
+
+    Raises:
+        PolicyError: no layer was called.
     """
 
     def __init__(
-        self,
-        step: FakeStep,
-        saved: SavedStorages,
-        hardware: Hardware,
-        optimizer_states: int,
-        *,
-        between: bool,
+        self, step: FakeStep, saved: SavedStorages, hardware: Hardware, optimizer_states: int
     ) -> None:
-        self._step, self._saved, self._hardware = step, saved, hardware
-        self._optimizer_states = optimizer_states
-        self._calls, self._sizes = step.calls.calls, step.ledger.sizes
-        self._parts = list(self._layer_parts(saved.saves.keys() if between else ()))
-        self._indices = {part: index for index, part in enumerate(self._parts)}
-        self._count = len(self._parts)
+        self._hardware = hardware
+        weights = _weights(step, optimizer_states)
+        self._outer = weights.pop(None, WeightBytes(0, 0, 0))  # what no layer has
+        self._recorded = with_weight_bytes(
+            profile_recorded_step(
+                saved.records(), list(saved.calls()), hardware, min_bytes=saved.min_bytes
+            ),
+            {name: sizes for name, sizes in weights.items() if name is not None},
+            hardware,
+        )
+        self._positions = Positions(self._recorded)
+        self._count = self._positions.loss
         self._seconds = self._gather(step.seconds, operator.add)
         self._peaks = self._gather(step.peaks(), max)
-        # The last one is of what is outside layers.
-        self._parameters = [WeightBytes(0, 0, 0)] * (self._count + 1)
-        for key in {step.ledger.key_of(each) for each in step.model.parameters()}:
-            self._add_parameter(key)
-        self._names = self._name_storages()
-        self._of_no_layer = (step.inputs | saved.firsts.keys()) - self._names.keys()
         # Resident throughout, but for gradients and optimizer state.
-        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & step.inputs)
-        self._saved_bytes = [0] * self._count
-        for key, name in self._names.items():
-            self._saved_bytes[name.layer] += self._sizes[key]
-
-    def _layer_parts(self, saving: Container[Part]) -> Iterator[Part]:
-        """Yield the parts of the forward that are layers of the profile, in order."""
-        for index in range(-1, len(self._calls)):
-            inside = Part(backward=False, layer=index, inside=True)
-            if index >= 0:
-                yield inside
-            after = inside._replace(inside=False)
-            if after in saving:
-                yield after
+        self._always_bytes = saved.fixed_bytes()
 
     def _position(self, part: Part) -> int:
-        """Return the position of a part: see [Note: positions] in `planning.step_profile`.
+        """Return the position of a part: see [Note: positions] in `planning.profile`.
 
         -1 is what comes before the first pass, and one more than all is what comes after the last.
         """
-        index = self._indices.get(part._replace(backward=False))
-        if index is None:
-            if part.layer == len(self._calls) - 1:  # the loss
-                return self._count
-            around = Part(backward=False, layer=part.layer, inside=True)
-            index = self._indices.get(around, -1)
+        what = "forward" if part.inside else "after"
+        index = 0 if self._recorded.layers[0].between else -1
+        if part.layer >= 0:
+            index = self._positions.position(what, part.layer) or 0
         return 2 * self._count - index if part.backward else index
 
     def _gather(
@@ -227,35 +255,6 @@ class StepAssembly:
             found[position] = combine(found[position], value) if position in found else value
         return found
 
-    def _name_storages(self) -> dict[int, StorageId]:
-        """Return the name of each storage's first save; what no layer saves first has none."""
-        saved = self._saved
-        names: dict[int, StorageId] = {}
-        for index, part in enumerate(self._parts):
-            numbered = (
-                key for key in saved.saves.get(part, ()) if saved.firsts[key] in self._indices
-            )
-            for number, key in enumerate(numbered):
-                names.setdefault(key, StorageId(index, number))
-        return names
-
-    def _add_parameter(self, key: int) -> None:
-        part = Part(backward=False, layer=self._step.owners.get(key, -1), inside=True)
-        owner = self._indices.get(part, -1)
-        gradients = (gradient for of, gradient in self._step.gradients if of == key)
-        gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
-        before = self._parameters[owner]
-        self._parameters[owner] = WeightBytes(
-            before.weight_bytes + self._sizes[key],
-            before.gradient_bytes + gradient_bytes,
-            before.optimizer_bytes + self._optimizer_states * gradient_bytes,
-        )
-
-    @property
-    def recomputable(self) -> Set[int]:
-        """Indices of the calls that backward may run again."""
-        return set(range(len(self._calls))) - self._step.calls.changing
-
     def with_recomputation(self, profile: StepProfile, again: FakeStep) -> StepProfile:
         """Return a profile that predicts what a step needed that recomputed its layers.
 
@@ -264,7 +263,8 @@ class StepAssembly:
             again: a step in which all layers that may be recomputed were, and kept their inputs.
         """
         # Gradients and optimizer state are there throughout.
-        added_bytes = sum(each.gradient_bytes + each.optimizer_bytes for each in self._parameters)
+        added_bytes = self._outer.gradient_bytes + self._outer.optimizer_bytes
+        added_bytes += sum(each.shadow_bytes for each in profile.layers)
         peaks = self._gather(again.peaks(), max)
         seconds = self._gather(again.seconds, operator.add)
         plan = dict(rule_plans(profile))["recompute all"]
@@ -294,19 +294,22 @@ class StepAssembly:
     def profile(self) -> StepProfile:
         """Return the profile of the step as it ran."""
         before, loss, after = -1, self._count, 2 * self._count + 1
-        outer = self._parameters[-1]
-        inner_bytes = sum(each.weight_bytes for each in self._parameters[:-1])
-        update_bytes = sum(map(_update_bytes, self._parameters))
+        layers, saved_bytes = [], 0
+        for index, layer in enumerate(self._recorded.layers):
+            saved_bytes += sum(each.size_bytes for each in layer.storages if not each.same_as)
+            layers.append(self._measured(index, layer, saved_bytes))
+        update_bytes = sum(each.update_bytes for each in layers) + _update_bytes(self._outer)
         update_s = update_bytes / self._hardware.device_memory_bytes_per_s
-        fixed_bytes = self._always_bytes - inner_bytes
-        return StepProfile(
-            layers=tuple(self._layer(index) for index in range(self._count)),
-            fixed_bytes=fixed_bytes + outer.gradient_bytes + outer.optimizer_bytes,
+        fixed_bytes = self._always_bytes - sum(each.weight_bytes for each in layers)
+        return dataclasses.replace(
+            self._recorded,
+            layers=tuple(layers),
+            fixed_bytes=fixed_bytes + self._outer.gradient_bytes + self._outer.optimizer_bytes,
             before_s=self._seconds.get(before, 0.0),
             loss_s=self._seconds.get(loss, 0.0),
             after_s=self._seconds.get(after, 0.0) + update_s,
             before_working_bytes=self._working_bytes(before, 0),
-            loss_working_bytes=self._working_bytes(loss, sum(self._saved_bytes)),
+            loss_working_bytes=self._working_bytes(loss, saved_bytes),
             after_working_bytes=self._working_bytes(after, 0),
         )
 
@@ -319,77 +322,38 @@ class StepAssembly:
         """
         return max(0, self._peaks.get(position, 0) - self._always_bytes - resident_bytes)
 
-    def _layer(self, index: int) -> LayerProfile:
-        storages = self._storages(index)
-        saved_bytes = sum(self._saved_bytes[: index + 1])
-        input_bytes, input_same_as = self._input(index)
-        missing_bytes = 0 if input_same_as is not None else input_bytes
+    def _measured(self, index: int, layer: LayerProfile, saved_bytes: int) -> LayerProfile:
+        """Return a layer with its seconds and its working memory.
+
+        Args:
+            index: its index.
+            layer: what is on record of it.
+            saved_bytes: what is saved by the end of its forward.
+        """
         forward, backward = index, 2 * self._count - index
-        parameters, part = self._parameters[index], self._parts[index]
-        hardware = self._hardware
-        host_bytes_per_s = hardware.d2h_bytes_per_s  # its memory is taken to be no faster
-        if hardware.computes_on_host:
-            host_bytes_per_s = hardware.device_memory_bytes_per_s
-        name = self._calls[part.layer].name if part.layer >= 0 else ""
-        if not part.inside:
-            name = f"after {name}" if name else "before layers"
-        return LayerProfile(
-            name=name,
-            between=not part.inside,
-            may_recompute=part.inside and part.layer in self.recomputable,
+        missing_bytes = 0 if layer.input_same_as is not None else layer.input_bytes
+        return dataclasses.replace(
+            layer,
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),
             backward_working_bytes=self._working_bytes(backward, saved_bytes),
-            input_bytes=input_bytes,
-            input_same_as=input_same_as,
-            storages=storages,
-            **parameters._asdict(),
-            host_update_s=_update_bytes(parameters) / host_bytes_per_s,
         )
 
-    def _storages(self, index: int) -> tuple[SavedStorage, ...]:
-        storages: list[SavedStorage] = []
-        for key in self._saved.saves.get(self._parts[index], ()):
-            name = self._names.get(key)
-            if name is None:
-                continue
-            again = name.layer != index
-            sources, rebuild_s = ((), None) if again else self._recipe(key)
-            storages.append(
-                SavedStorage(
-                    number=len(storages),
-                    size_bytes=self._sizes[key],
-                    same_as=name if again else None,
-                    may_leave=again or key not in self._step.inputs,  # the loop holds the batch
-                    sources=sources,
-                    rebuild_s=rebuild_s,
-                )
-            )
-        return tuple(storages)
 
-    def _recipe(self, key: int) -> tuple[tuple[StorageId, ...], float | None]:
-        """Return what a storage can be rebuilt from, and how long that takes."""
-        recipe = self._saved.recipes.get(key)
-        if recipe is None:
-            return (), None
-        keys, traffic_bytes = recipe
-        # A source that is no layer's stays in memory.
-        sources = tuple(self._names[each] for each in keys if each in self._names)
-        took_s = traffic_bytes / self._hardware.device_memory_bytes_per_s
-        return sources, took_s if sources else None
-
-    def _input(self, index: int) -> tuple[int, StorageId | None]:
-        """Return the size of a layer's input, and the storage that is the same memory."""
-        part = self._parts[index]
-        if not part.inside:
-            return 0, None
-        keys = [key for key in self._calls[part.layer].inputs if key not in self._of_no_layer]
-        input_bytes = sum(self._sizes[key] for key in keys)
-        first = self._names.get(keys[0]) if len(keys) == 1 else None
-        if first is not None and first.layer <= index:
-            return input_bytes, first
-        return input_bytes, None
+def _weights(step: FakeStep, optimizer_states: int) -> dict[str | None, WeightBytes]:
+    """Return what the weights occupy, by the layer that reads them first; None: by no layer."""
+    gradient_bytes: Counter[int] = Counter()
+    for key, gradient in step.gradients:
+        gradient_bytes[key] += step.ledger.sizes[gradient]
+    found: dict[str | None, WeightBytes] = {}
+    for key in {step.ledger.key_of(each) for each in step.model.parameters()}:
+        owner = step.owners.get(key, -1)
+        name = None if owner < 0 else step.calls.calls[owner].name
+        weight_bytes, own_bytes = step.ledger.sizes[key], gradient_bytes[key]
+        added = weight_bytes, own_bytes, optimizer_states * own_bytes
+        found[name] = WeightBytes(*map(sum, zip(found.get(name, (0, 0, 0)), added, strict=True)))
+    return found
 
 
 def _update_bytes(parameters: WeightBytes) -> int:
@@ -429,7 +393,6 @@ def profile_with_fake_tensors(
     loss: Loss | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     optimizer_states: int = 2,
-    between: bool = False,
 ) -> StepProfile:
     """Profile one training step of a model without running it. See [Note: fake profile].
 
@@ -448,8 +411,6 @@ def profile_with_fake_tensors(
         min_bytes: the same as the policy's; smaller storages are not numbered.
         optimizer_states: tensors of the weights' size that the optimizer keeps: 2 for Adam, 1 for
             SGD with momentum, 0 for plain SGD.
-        between: whether work between layers that saves something is a layer of its own. Otherwise
-            what it saves is working memory of the passes in which it is alive.
 
     Returns:
         The profile.
@@ -462,12 +423,10 @@ def profile_with_fake_tensors(
     step = FakeStep(model, batch, hardware, layers)
     saved = SavedStorages(step, min_bytes)
     step.run(loss, saved.pack)
-    if not step.calls.calls:
-        raise PolicyError("the model called none of its layers; name modules that it calls")
-    assembly = StepAssembly(step, saved, hardware, optimizer_states, between=between)
-    profile = dataclasses.replace(assembly.profile(), min_bytes=saved.min_bytes)
+    assembly = StepAssembly(step, saved, hardware, optimizer_states)
+    profile = assembly.profile()
     again = FakeStep(model, batch, hardware, layers)
-    recompute_calls(again, layers, assembly.recomputable)
+    recompute_calls(again, layers, set(range(len(step.calls.calls))) - step.calls.changing)
     try:
         again.run(loss)
     except PolicyError:  # what cannot run again here is not planned to

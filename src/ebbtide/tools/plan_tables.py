@@ -211,7 +211,7 @@ def count_choices(study: Study, plan: Plan) -> dict[str, int]:
     sizes = sum(map(layer_sizes, study.profile.layers, plan.layers), Counter[Decision]())
     return {
         "recomputed": sum(chosen.mode is not LayerMode.AS_IS for chosen in plan.layers),
-        "layers": len(plan.layers),
+        "layers": sum(not layer.between for layer in study.profile.layers),
         "offloaded_bytes": sizes[Decision.OFFLOAD],
         "rebuilt_bytes": sizes[Decision.REBUILD],
     }
