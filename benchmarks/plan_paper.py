@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.hardware import Hardware
-from ebbtide.tools.fake_step import Batch, FakeStep, Loss
+from ebbtide.tools.fake_profile import Batch, FakeStep, Loss
 from ebbtide.tools.models import Size, read_model
 from ebbtide.tools.plan_tables import METHODS, Study, find_limits
 from ebbtide.units import format_size

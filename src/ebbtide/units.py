@@ -98,8 +98,12 @@ def format_seconds(duration_s: float) -> str:
         if value >= 1 or not value:
             break
         value, unit = value * 1e3, smaller
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:,.{digits}f} {unit}" if value else "0 s"
+    return f"{three_digits(value)} {unit}" if value else "0 s"
+
+
+def three_digits(value: float) -> str:
+    """Format a number of 1 or more with three digits, or all of them before the point."""
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 # ---- Short texts for objects that a console shows ----

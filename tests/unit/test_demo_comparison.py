@@ -95,7 +95,7 @@ def test_ratios_are_of_what_is_above_idle_and_of_median_steps() -> None:
     table = render(plain, result([slow] * 2 + [fast] * 3))
     assert "0.25x" in table  # (1.5 - 1) / (3 - 1)
     assert "1.50x" in table  # 3 s / 2 s
-    assert "2.00 - 2.00 s" in table  # without the first ones
+    assert "2.00 s - 2.00 s" in table  # without the first ones
 
 
 def test_a_difference_shows_in_the_table() -> None:

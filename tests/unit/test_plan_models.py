@@ -12,6 +12,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.planning import Hardware
 from ebbtide.tools.models import (
     BUILT_IN,
+    GRIDS,
     LLAMA_SHAPES,
     LanguageModel,
     Size,
@@ -26,9 +27,9 @@ H100 = Hardware.named("h100", achievable=True)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_model_can_be_studied(name: str) -> None:
     options = {}
-    if "modes" in BUILT_IN[name].defaults:
+    if "modes" in BUILT_IN[name]:
         pytest.importorskip("neuralop")
-        options = {"resolution": {1: 1024, 2: 64, 3: 32}[BUILT_IN[name].dimensions], "modes": 8}
+        options = {"resolution": {1: 1024, 2: 64, 3: 32}[GRIDS[name][0]], "modes": 8}
     study = Study(read_model(name, **options), H100)
     layers = study.profile.layers
     assert sum(len(layer.storages) for layer in layers) > len(layers)

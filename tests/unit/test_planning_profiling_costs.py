@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.planning import Hardware, Kind, Source
-from ebbtide.tools.fake_step import count_flops, count_traffic, operator_seconds
+from ebbtide.tools.roofline import count_flops, count_traffic, operator_seconds
 from plan_cases import fake_profile
 
 # Round figures: a byte takes a microsecond, a product's FLOP a nanosecond, an FFT's 10 ns.

@@ -38,7 +38,7 @@ from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.measured_memory import memory_of
 from ebbtide.tools.darcy import load_darcy_flow_small
 from ebbtide.tools.machine import cpu_name, find_directory
-from ebbtide.units import format_size
+from ebbtide.units import format_seconds, format_size
 from ebbtide.version import __version__
 
 FORMAT: Final = "ebbtide-demo"
@@ -398,9 +398,9 @@ def _cells(result: Result, what: str, reference: Result) -> list[tuple[str, str]
         (f"Peak {what} of a step", format_size(result["peak_bytes"])),
         ("  above idle", format_size(above_idle)),
         ("  relative to no offload", _ratio(above_idle, of)),
-        (f"Step, median of {len(timed)}", f"{_digits(result['median_s'])} s"),
+        (f"Step, median of {len(timed)}", format_seconds(result["median_s"])),
         ("  relative to no offload", _ratio(result["median_s"], reference["median_s"])),
-        ("  fastest - slowest", f"{_digits(min(timed))} - {_digits(max(timed))} s"),
+        ("  fastest - slowest", f"{format_seconds(min(timed))} - {format_seconds(max(timed))}"),
         ("Saved by autograd in a step", sizes[0]),
         ("  without repeats and weights", sizes[1]),
         ("  rebuilt in backward", sizes[2]),
@@ -423,11 +423,6 @@ def describe_copies(result: Result) -> str:
 
 def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}x" if base else _ABSENT
-
-
-def _digits(value: float) -> str:
-    """Format with three significant digits, such as ``3.10``."""
-    return f"{value:#.3g}".rstrip(".")
 
 
 def _as_document(config: DemoConfig, results: Mapping[str, Result]) -> dict[str, Any]:

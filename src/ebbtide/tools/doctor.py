@@ -33,9 +33,9 @@ from ebbtide.stores.build import build_store
 from ebbtide.stores.disk_file import OpenFile, default_directory
 from ebbtide.stores.host_memory import allocate_host_memory
 from ebbtide.stores.store import AbstractStore, Extent, Slot
-from ebbtide.tools.layout import columns, digits, indented, labelled, render, scaled
+from ebbtide.tools.layout import columns, indented, labelled, render, scaled
 from ebbtide.tools.machine import MachineFacts, read_machine
-from ebbtide.units import count, format_seconds, format_size
+from ebbtide.units import count, format_seconds, format_size, three_digits
 
 T = TypeVar("T")
 
@@ -529,12 +529,6 @@ def advise(found: Examination) -> Iterator[str]:
 
 _LABEL_WIDTH: Final = 15
 _TABLE_WIDTHS: Final = (31, 14, 14)  # of what is measured, and of its rates
-_WORDS: Final = {
-    "fp64": "float64",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-}
 
 
 def build_report(found: Examination, advice: Sequence[str]) -> str:
@@ -545,7 +539,7 @@ def build_report(found: Examination, advice: Sequence[str]) -> str:
         advice: what `advise` says about it.
     """
     parts: list[RenderableType] = ["This machine", labelled(_machine(found), _LABEL_WIDTH)]
-    computed = {f"matmul {_WORDS[name]}": rate for name, rate in found.matmul.items()}
+    computed = {f"matmul {_type_name(name)}": rate for name, rate in found.matmul.items()}
     rows: list[Sequence[str]] = [
         (label, scaled(rate, "FLOP/s"))
         for label, rate in (computed | {"FFT in 2D, float32": found.fft}).items()
@@ -579,6 +573,10 @@ def build_report(found: Examination, advice: Sequence[str]) -> str:
     return render(*parts)
 
 
+def _type_name(name: str) -> str:
+    return str(_DTYPES[name]).removeprefix("torch.")
+
+
 def summarize(found: Examination) -> Iterator[str]:
     """Yield what the figures mean for a model, in sentences."""
     if found.rates is None:
@@ -597,7 +595,7 @@ def summarize(found: Examination) -> Iterator[str]:
             f"{format_seconds(_GIB / found.disk['read_bytes_per_s'])}."
         )
     meanwhile = [
-        f"{digits(rate / down)} FLOP of {_WORDS[name]}"
+        f"{three_digits(rate / down)} FLOP of {_type_name(name)}"
         for name, rate in found.matmul.items()
         if name in ("fp32", "bf16")
     ]

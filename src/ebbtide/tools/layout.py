@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
+from ebbtide.units import three_digits
+
 WIDTH: Final = 80
 INDENT: Final = 2
 
@@ -81,12 +83,5 @@ def scaled(value: float, unit: str = "") -> str:
     """Return a number with a prefix and a unit, such as ``165 GFLOP/s``."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{digits(value / size)} {prefix}{unit}"
+            return f"{three_digits(value / size)} {prefix}{unit}"
     return f"{value:.3g} {unit}".rstrip()
-
-
-def digits(value: float) -> str:
-    """Format a number with three digits, or all of them before the point."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

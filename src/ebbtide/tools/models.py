@@ -246,24 +246,6 @@ class LanguageModel(nn.Module):
 # ---- The models that `ebbtide plan` knows by name, as functions like those that users write ----
 
 
-class Maker(NamedTuple):
-    """A function that makes a training step.
-
-    Attributes:
-        function: called with options by name, on the meta device first, where tensors have no
-            memory, and as it is if that fails. It returns a model and a batch, and may return a
-            loss.
-        defaults: the options that it takes, with what they are if the user says nothing.
-        dimensions: as of `TaskFamily`.
-        length_step: as of `TaskFamily`.
-    """
-
-    function: Callable[..., Any]
-    defaults: Mapping[str, Any]
-    dimensions: int = 0
-    length_step: int = 16
-
-
 _UNO_CHANNELS: Final = (1, 2, 2, 2, 1)  # of each layer, in widths
 _UNO_SCALINGS: Final = (1, 0.5, 1, 1, 2)
 _UNO_MODES: Final = (1, 2, 2, 2, 1)  # of each layer, as divisors
@@ -271,7 +253,6 @@ _UNO_MODES: Final = (1, 2, 2, 2, 1)  # of each layer, as divisors
 
 def _make_operator(
     name: str,
-    dimensions: int,
     *,
     resolution: int,
     batch: int,
@@ -279,6 +260,7 @@ def _make_operator(
     modes: int,
     layers: int = len(_UNO_CHANNELS),
 ) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    dimensions, _ = GRIDS[name]
     # neuralop warns that its defaults will change, and UNO prints its arguments.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -322,29 +304,24 @@ def _make_language_model(
     return model, (tokens, targets)
 
 
-def _operator(name: str, dimensions: int, step: int, **defaults: int) -> Maker:
-    function = functools.partial(_make_operator, name, dimensions)
-    return Maker(function, defaults, dimensions, step)
+LANGUAGE_MODELS: Final = {"gpt": GPT_SHAPES, "llama": LLAMA_SHAPES}
 
-
-def _language_model(name: str, **defaults: Any) -> Maker:
-    return Maker(functools.partial(_make_language_model, name), defaults, 1, 256)
-
-
-LANGUAGE_MODELS: Final[Mapping[str, Mapping[str, LanguageModelShape]]] = {
-    "gpt": GPT_SHAPES,
-    "llama": LLAMA_SHAPES,
+BUILT_IN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "fno1d": {"resolution": 8192, "batch": 8, "width": 64, "modes": 64, "layers": 4},
+    "fno2d": {"resolution": 512, "batch": 8, "width": 32, "modes": 16, "layers": 4},
+    "fno3d": {"resolution": 128, "batch": 1, "width": 32, "modes": 16, "layers": 4},
+    "tfno": {"resolution": 512, "batch": 8, "width": 32, "modes": 16, "layers": 4},
+    "uno": {"resolution": 512, "batch": 8, "width": 32, "modes": 16},
+    "gpt": {"seq": 1024, "batch": 1, "size": "124m"},
+    "llama": {"seq": 8192, "batch": 1, "size": "1b"},
 }
+"""The options that each takes, with what they are if the user says nothing."""
 
-BUILT_IN: Final[Mapping[str, Maker]] = {
-    "fno1d": _operator("fno", 1, 64, resolution=8192, batch=8, width=64, modes=64, layers=4),
-    "fno2d": _operator("fno", 2, 16, resolution=512, batch=8, width=32, modes=16, layers=4),
-    "fno3d": _operator("fno", 3, 8, resolution=128, batch=1, width=32, modes=16, layers=4),
-    "tfno": _operator("tfno", 2, 16, resolution=512, batch=8, width=32, modes=16, layers=4),
-    "uno": _operator("uno", 2, 16, resolution=512, batch=8, width=32, modes=16),
-    "gpt": _language_model("gpt", seq=1024, batch=1, size="124m"),
-    "llama": _language_model("llama", seq=8192, batch=1, size="1b"),
-}
+GRIDS: Final = {
+    "fno1d": (1, 64), "fno2d": (2, 16), "fno3d": (3, 8), "tfno": (2, 16), "uno": (2, 16),
+    "gpt": (1, 256), "llama": (1, 256),
+}  # fmt: skip
+"""Dimensions and length step of each, as of `TaskFamily`."""
 
 # ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
 
@@ -363,20 +340,26 @@ def read_model(name: str, **options: int | str | None) -> TaskFamily:
         PolicyError: there is no such model, or it takes no such option.
     """
     name = name if ":" in name else name.lower()
-    maker = _read_function(name) if ":" in name else BUILT_IN.get(name)
-    if maker is None:
+    defaults = BUILT_IN.get(name)
+    if ":" in name:
+        function = find_function(name)
+        defaults = _options_of(name, function)
+    elif defaults is not None:
+        make = _make_language_model if name in LANGUAGE_MODELS else _make_operator
+        function = functools.partial(make, name)
+    else:
         raise PolicyError(
             f"there is no model {name!r}; give one of {', '.join(BUILT_IN)}, or "
             f"module:function for your own"
         )
     given = {key: value for key, value in options.items() if value is not None}
     for key, value in given.items():
-        if key not in maker.defaults:
-            takes = ", ".join(f"--{each}" for each in maker.defaults) or "none"
+        if key not in defaults:
+            takes = ", ".join(f"--{each}" for each in defaults) or "none"
             raise PolicyError(f"{name} has no --{key}; it takes {takes}")
         if isinstance(value, int) and value < 1:
             raise PolicyError(f"--{key} must be 1 or more, got {value}")
-    chosen = {**maker.defaults, **given}
+    chosen = {**defaults, **given}
     for key, value in chosen.items():
         if value is inspect.Parameter.empty:
             raise PolicyError(f"{name} needs to know its {key}: give --{key}")
@@ -386,26 +369,26 @@ def read_model(name: str, **options: int | str | None) -> TaskFamily:
     def build(size: Size) -> Task:
         sizes = {length_name: size.length, "batch": size.batch}
         arguments = chosen | {key: value for key, value in sizes.items() if value is not None}
-        return _make(name, maker.function, arguments)
+        return _make(name, function, arguments)
 
     details = "".join(f", {key} {value}" for key, value in chosen.items())
+    dimensions, length_step = GRIDS.get(name, (0, 16))
     return TaskFamily(
         title=f"{name}{details}",
         build=build,
         size=size,
         length_name={"seq": "sequence"}.get(length_name, length_name),
-        dimensions=maker.dimensions,
-        length_step=maker.length_step,
+        dimensions=dimensions,
+        length_step=length_step,
     )
 
 
-def _read_function(address: str) -> Maker:
-    """Return a user's function, with those of its parameters that are options.
+def _options_of(address: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return those parameters of a user's function that are options, with their defaults.
 
     Raises:
         PolicyError: another parameter has no default.
     """
-    function = find_function(address)
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -417,7 +400,7 @@ def _read_function(address: str) -> Maker:
                 f"{address} has a parameter {name!r} without a default; `ebbtide plan` gives "
                 f"{', '.join(_OPTIONS)} only"
             )
-    return Maker(function, found)
+    return found
 
 
 def _make(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Task:
