@@ -790,9 +790,10 @@ def _update_bytes(parameters: WeightBytes) -> int:
 # the bytes that autograd saves and the bytes that are alive at any time are those of a real step.
 # Seconds are estimates: see [Note: roofline] in `ebbtide.tools.roofline`.
 #
-# - What is saved outside layers, or too small to be offloaded, is no layer's. It counts as working
-# memory of all passes in which it is alive.
-# - Work after one layer and before the next counts with the layer before it.
+# - What is saved, shared and can be rebuilt is put together as of a real step; see [Note: recorded
+#   profile] in `ebbtide.planning.recorded`. Work between layers that saves something is a layer of
+#   its own, other such work counts with the layer before it.
+# - What is too small to be offloaded counts as working memory of all passes in which it is alive.
 # - A parameter belongs to the layer whose call reads it first; others count as fixed.
 # - Gradients count as there throughout the step.
 # - A pass's working memory is the peak of what is alive in it, less what a plan that keeps
