@@ -8,6 +8,7 @@ fails is left out, and its error is kept in its place.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -58,6 +59,7 @@ _LONG_COPY_BYTES: Final = 64 * _MIB  # the most; smaller where there is no room
 # links need many, or what the host does for each counts, too.
 _QUEUED_BYTES: Final = {True: 16 * _MIB, False: 128 * _MIB}
 _MOST_QUEUED: Final = 32
+_WAYS: Final = (("down", True, False), ("up", False, True), ("both", True, True))
 _CHUNK_BYTES: Final = 8 * _MIB  # of a file
 _RAM_SHARE, _DISK_SHARE = 8, 50  # of what is free, at most this part is used
 
@@ -199,68 +201,64 @@ def measure_links(
     for size_bytes in (_SHORT_COPY_BYTES, copy_bytes):
         queued_bytes = min(_QUEUED_BYTES[device.computes_on_host], room_bytes // 2)
         number = max(1, min(_MOST_QUEUED, queued_bytes // size_bytes))
+        sources = torch.split(device.allocate(number * size_bytes).fill_(1), size_bytes)
+        stored: list[Slot] = []
         with contextlib.closing(build_store()) as store:
-            copies = _Copies(device, store, size_bytes, number)
-            for name, times in (("down", 1), ("up", 1), ("both", 2)):
-                total_bytes = times * number * size_bytes
-                took_s = statistics.median(repeat(getattr(copies, name), budget_s))
-                links[name] = total_bytes / took_s
+            for name, down, up in _WAYS:
+                copies = functools.partial(
+                    _time_copies, device, store, sources, stored, down=down, up=up
+                )
+                took_s = statistics.median(repeat(copies, budget_s))
+                links[name] = (down + up) * number * size_bytes / took_s
                 one_s.setdefault(name, size_bytes / links[name])
-            copies.drop()
+            _drop(store, stored)
     beside = (one_s[name] - _SHORT_COPY_BYTES / links[name] for name in ("down", "up"))
     return links | {"latency_s": max(0.0, *beside)}
 
 
-@final
-class _Copies:
-    """Equal copies of one size, queued one behind the other."""
+def _time_copies(
+    device: AbstractDevice,
+    store: AbstractStore,
+    sources: Sequence[torch.Tensor],
+    stored: list[Slot],
+    *,
+    down: bool,
+    up: bool,
+) -> float:
+    """Return the seconds of copies that are queued one behind the other.
 
-    def __init__(
-        self, device: AbstractDevice, store: AbstractStore, size_bytes: int, number: int
-    ) -> None:
-        self._sources = torch.split(device.allocate(number * size_bytes).fill_(1), size_bytes)
-        self._device = device
-        self._store = store
-        self._slots: list[Slot] = []
+    Args:
+        device: the device.
+        store: its store.
+        sources: what is offloaded.
+        stored: where copies of it are in the store; offloads alone are kept there.
+        down: whether to offload.
+        up: whether to reload.
+    """
+    if not up:
+        _drop(store, stored)
+    slots, arrivals = list[Slot](), []
+    begin_s = time.perf_counter()
+    for number, source in enumerate(sources):
+        if down:
+            slots.append(store.offload(source, device.compute_stream().record()))
+        if up:
+            arrivals.append(store.reload(stored[number]))
+    for slot in slots:
+        slot.offloaded.synchronize()
+    for _, ready in arrivals:
+        ready.synchronize()
+    took_s = time.perf_counter() - begin_s
+    if up:
+        _drop(store, slots)
+    stored += slots
+    return took_s
 
-    def down(self) -> float:
-        self.drop()
-        begin_s = time.perf_counter()
-        self._slots = list(self._queue_offloads())
-        for slot in self._slots:
-            slot.offloaded.synchronize()
-        return time.perf_counter() - begin_s
 
-    def up(self) -> float:
-        begin_s = time.perf_counter()
-        arrivals = [self._store.reload(slot) for slot in self._slots]
-        for _, ready in arrivals:
-            ready.synchronize()
-        return time.perf_counter() - begin_s
-
-    def both(self) -> float:
-        arrivals, slots = [], []
-        begin_s = time.perf_counter()
-        for slot, offloaded in zip(self._slots, self._queue_offloads(), strict=True):
-            slots.append(offloaded)
-            arrivals.append(self._store.reload(slot))
-        for slot in slots:
-            slot.offloaded.synchronize()
-        for _, ready in arrivals:
-            ready.synchronize()
-        took_s = time.perf_counter() - begin_s
-        for slot in slots:
-            self._store.drop(slot)
-        return took_s
-
-    def drop(self) -> None:
-        for slot in self._slots:
-            self._store.drop(slot)
-        self._slots = []
-
-    def _queue_offloads(self) -> Iterator[Slot]:
-        for source in self._sources:
-            yield self._store.offload(source, self._device.compute_stream().record())
+def _drop(store: AbstractStore, slots: list[Slot]) -> None:
+    for slot in slots:
+        store.drop(slot)
+    slots.clear()
 
 
 def measure_pinning(device: AbstractDevice, size_bytes: int) -> dict[str, Any]:
