@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,19 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle
-from ebbtide.planning import Decision, Hardware, LayerPlan, Plan, StepProfile, StorageId, place
+from ebbtide.planning import (
+    Decision,
+    Hardware,
+    LayerPlan,
+    LayerProfile,
+    Plan,
+    StepProfile,
+    StorageId,
+    place,
+)
 from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
 from plan_cases import fake_profile
+from test_planning_profiling_bytes import CASES
 
 WIDTH, ROWS = 16, 32
 
@@ -61,6 +73,34 @@ def profiles(model: Branches) -> Iterator[StepProfile]:
         mark_not_offload(x)  # as the budget does with a batch, which the loop holds
         model(x).sum().backward()
         yield recorded_profile(handle)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_predicted_step_has_the_layers_and_storages_of_a_real_one(name: str) -> None:
+    """Also what layers share, what can be rebuilt, and which saved storage is an input."""
+    torch.manual_seed(0)
+    make_model, make_batch = CASES[name]
+    model, batch = make_model(), make_batch()
+    policy = ActivationPolicy(min_bytes=1)
+    with ebbtide.offload(model, budget="1024GiB", activations=policy) as handle:
+        for _ in range(2):
+            model(batch).sum().backward()
+        assert handle.plan is not None
+        real = handle.plan.profile
+        layers = [model.get_submodule(each) for each in handle.layers]
+    fake = fake_profile(model, batch, Hardware.named("cpu"), layers=layers)
+    assert list(map(described, fake.layers)) == list(map(described, real.layers))
+    # The batch is held by the loop. It is the input of a layer where nothing is computed.
+    for ours, theirs in zip(fake.layers, real.layers, strict=True):
+        source = ours.input_same_as
+        if source is None or fake.storage(source).may_leave:
+            assert (ours.input_bytes, source) == (theirs.input_bytes, theirs.input_same_as)
+
+
+def described(layer: LayerProfile) -> tuple[Any, ...]:
+    storages = [dataclasses.replace(each, sources=(), rebuild_s=None) for each in layer.storages]
+    sources = [set(each.sources) for each in layer.storages]
+    return layer.name, layer.between, layer.may_recompute, storages, sources
 
 
 def firsts(profile: StepProfile) -> list[tuple[str, int, bool]]:

@@ -18,7 +18,6 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -30,7 +29,7 @@ from rich.table import Table
 from torch import nn
 
 from ebbtide.api import offload
-from ebbtide.errors import EbbtideError, PolicyError
+from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle, record_run
 from ebbtide.observe.page import write_page
 from ebbtide.observe.run_record import RunRecord
@@ -272,27 +271,18 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> str:
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-class DeadModeError(EbbtideError, RuntimeError):
-    """The process of a mode has died."""
-
-
 def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord]:
     """Train a mode in a process of its own.
 
     Raises:
         PolicyError: the mode cannot do what the user asked for.
-        DeadModeError: the process has died.
+        BrokenProcessPool: the process has died.
     """
     # A forked child would inherit the parent's memory, and a state of torch in which the parent's
     # threads seem to run but do not exist.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(train_mode, config, mode).result()
-        except BrokenProcessPool:
-            raise DeadModeError(
-                f"the process of mode {MODES[mode]} has died; if memory ran out, try a smaller "
-                f"--batch-size or --resolution"
-            ) from None
         except BaseException:
             for process in multiprocessing.active_children():
                 process.kill()  # the pool would wait for what it is at
@@ -313,7 +303,7 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
     Raises:
         PolicyError: the configuration asks for something that cannot be done on this machine.
         ImportError: neuraloperator is not installed.
-        DeadModeError: the process of a mode has died.
+        BrokenProcessPool: the process of a mode has died.
     """
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "demo.json").touch()  # or fails now, and not after minutes of training

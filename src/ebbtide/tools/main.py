@@ -123,9 +123,11 @@ def demo(
         out (DIR): Directory for the figures and the page.
         json: Print all figures as JSON instead of the table.
     """
+    from concurrent.futures.process import BrokenProcessPool
+
     from rich.console import Console
 
-    from ebbtide.tools.demo import QUICK, DeadModeError, DemoConfig, run_demo
+    from ebbtide.tools.demo import QUICK, DemoConfig, run_demo
     from ebbtide.tools.machine import parse_device
 
     sizes = dict(QUICK) if quick else {}
@@ -136,8 +138,9 @@ def demo(
     )
     try:
         same = run_demo(config, Console(stderr=True), as_json=json)
-    except DeadModeError as error:
-        end("demo", str(error), ExitCode.FAILED)
+    except BrokenProcessPool:
+        advice = "if memory ran out, try a smaller --batch-size or --resolution"
+        end("demo", f"the process of a mode has died; {advice}", ExitCode.FAILED)
     if not same:
         raise typer.Exit(ExitCode.FAILED)
 

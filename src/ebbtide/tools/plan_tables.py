@@ -382,15 +382,18 @@ class Findings(NamedTuple):
         study: the study.
         budget_bytes: the budget of device memory.
         rows: plans by their budgets.
-        chosen: the plan within the budget; None: nothing fits.
         limits: the largest sizes; empty: not looked for.
     """
 
     study: Study
     budget_bytes: int
     rows: Mapping[int, Outcome | None]
-    chosen: Outcome | None
     limits: Sequence[Limit]
+
+    @property
+    def chosen(self) -> Outcome | None:
+        """The plan within the budget; None: nothing fits."""
+        return self.rows[self.budget_bytes]
 
 
 def build_report(found: Findings) -> str:
@@ -640,12 +643,13 @@ def run_plan(
     family = read_model(model, **options)
     study = Study(family, hardware, layers, states, weights=weights)
     largest = find_limits(study, budget_bytes, say) if limits else []
-    rows = find_rows(study, budget_bytes, say)
-    chosen = rows[budget_bytes]
-    found = Findings(study, budget_bytes, rows, chosen, largest)
-    if chosen is not None and save is not None:
+    found = Findings(study, budget_bytes, find_rows(study, budget_bytes, say), largest)
+    if found.chosen is not None and save is not None:
         PlannedStep(
-            plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
+            plan=found.chosen.plan,
+            profile=study.profile,
+            hardware=hardware,
+            budget_bytes=budget_bytes,
         ).save(save)
     return found
 

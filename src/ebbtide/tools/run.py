@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -14,8 +13,9 @@ import textwrap
 import types
 import zipfile
 from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import Any, Final, NoReturn, TextIO, cast, final
+from typing import Any, Final, NoReturn, TextIO, final
 
 import torch
 from torch import nn
@@ -37,10 +37,6 @@ from ebbtide.tools.layout import indented, labelled, render, scaled
 from ebbtide.units import count, few, format_size
 
 
-class ScriptNotFoundError(PolicyError):
-    """There is no such script, or it cannot be run."""
-
-
 @final
 class MainScript:
     """A script, or a module that is run like one.
@@ -51,40 +47,37 @@ class MainScript:
         is_module: whether ``name`` is the name of a module.
 
     Raises:
-        ScriptNotFoundError: there is no such script.
+        PolicyError: there is no such script, or it cannot be run.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool) -> None:
         self.name = name
         self.arguments = list(arguments)
         self._is_module = is_module
-        if not is_module and not os.path.exists(name):
-            raise ScriptNotFoundError(f"there is no file {name}")
+        if is_module:
+            _set_search_path(os.getcwd())  # where it is looked for
+            if not _has_module(name):
+                raise PolicyError(f"there is no module {name}")
+        elif not os.path.exists(name):
+            raise PolicyError(f"there is no file {name}")
+        elif _is_package(name) and PathFinder.find_spec("__main__", [name]) is None:
+            raise PolicyError(f"{name} has no __main__.py, so it cannot be run")
 
     def run(self) -> None:
-        """Run it. What it raises is raised here.
-
-        Raises:
-            ScriptNotFoundError: the module cannot be found, or a directory has no ``__main__.py``.
-        """
+        """Run it. What it raises is raised here."""
         sys.argv[:] = [self.name, *self.arguments]
         path = os.path.abspath(self.name)
         if self._is_module:
-            _set_search_path(os.getcwd())  # first: the module is looked for there
-            if not _has_module(self.name):
-                raise ScriptNotFoundError(f"there is no module {self.name}")
+            _set_search_path(os.getcwd())
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
-        if os.path.isdir(path) or zipfile.is_zipfile(path):
-            spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
-            if spec is None:
-                raise ScriptNotFoundError(f"{path} has no __main__.py, so it cannot be run")
+        if _is_package(path):
+            spec: Any = PathFinder.find_spec("__main__", [path])
             _set_search_path(path)
-            module, loader = importlib.util.module_from_spec(spec), cast(Any, spec.loader)
-            code = loader.get_code("__main__")
+            module, code = importlib.util.module_from_spec(spec), spec.loader.get_code("__main__")
         else:
             _set_search_path(os.path.dirname(os.path.realpath(path)))
-            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            loader = SourceFileLoader("__main__", path)
             # Not by the loader, whose frames would be in the traceback of a wrong syntax.
             code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
             module = types.ModuleType("__main__")
@@ -93,6 +86,11 @@ class MainScript:
         before, sys.modules["__main__"] = sys.modules["__main__"], module
         exec(code, vars(module))
         del before  # until now, or its globals would have gone while its code runs
+
+
+def _is_package(path: str) -> bool:
+    """Whether a path is a directory, or an archive, of which its ``__main__.py`` runs."""
+    return os.path.isdir(path) or zipfile.is_zipfile(path)
 
 
 def _has_module(name: str) -> bool:
@@ -178,16 +176,12 @@ class RunSession:
         after all threads and after what the script has registered with `atexit`.
 
         Raises:
-            SystemExit: the script has called `sys.exit`, it was not found or a setting fits no
-                model (2), or no plan fits into the budget (`ExitCode.DOES_NOT_FIT`).
+            SystemExit: the script has called `sys.exit`, a setting fits no model (2), or no plan
+                fits into the budget (`ExitCode.DOES_NOT_FIT`).
         """
         self.begin()
         try:
             self._script.run()
-        except ScriptNotFoundError as error:
-            self.end()
-            self._print(f"ebbtide run: {error}")
-            raise SystemExit(ExitCode.WRONG_USE) from None
         except SystemExit as end:
             if not end.code and self.is_over_budget():
                 raise SystemExit(ExitCode.DOES_NOT_FIT) from None
