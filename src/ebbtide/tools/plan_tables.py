@@ -21,7 +21,8 @@ from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepAhead, StepProfile
-from ebbtide.planning.search import search
+from ebbtide.planning.relaxation import everywhere, nowhere
+from ebbtide.planning.search import find_frugal, search
 from ebbtide.policy import parse_number
 from ebbtide.runtime.layers import covering_layers, match_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
@@ -145,10 +146,13 @@ class Study:
         """Return the smallest budget of device memory that a plan was found for."""
         size = size or self.family.size
         if size not in self._smallest:
-            try:
-                self._smallest[size] = self.find(0, size).prediction.peak_bytes
-            except BudgetError as error:
-                self._smallest[size] = error.smallest_bytes
+            profile, timing = self._at(size)
+            resting = [nowhere(profile), *([everywhere(profile)] if self.weights else [])]
+            host_bytes = self.budget(0).host_bytes
+            plans = (
+                find_frugal(profile, self.hardware, timing, each, host_bytes) for each in resting
+            )
+            self._smallest[size] = min(each.peak_bytes or 0 for each in plans)
         return self._smallest[size]
 
     def rule(self, name: str, device_bytes: int, size: Size | None = None) -> Outcome:
