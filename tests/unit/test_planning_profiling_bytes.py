@@ -272,10 +272,11 @@ def test_other_batches_and_losses() -> None:
 
     named = profile_of(model, {"input": torch.randn(4, 16)}, loss=loss)
     assert named == profile_of(model, (torch.randn(4, 16),), loss=loss)
-    # The loss saves the output, which is alive anyway, and the target. Its backward makes a
-    # gradient. The loss and its gradient are one number each.
-    assert [each.size_bytes for each in named.layers[-1].storages] == [4 * 16 * 4] * 2
-    assert named.layers[-1].backward_working_bytes == 4 * 16 * 4 + 2 * 4
+    # The loss is none of the model's forward. The difference needs the output, which is alive
+    # anyway, and the target; and the backward of the loss makes a gradient. The loss and its
+    # gradient are one number each.
+    assert not any(each.between for each in named.layers)
+    assert named.loss_working_bytes == 3 * 4 * 16 * 4 + 2 * 4
 
 
 def test_a_batch_of_a_class_of_its_own_is_given_to_the_model_whole() -> None:

@@ -62,7 +62,8 @@ class Part(NamedTuple):
 
     Attributes:
         backward: whether it is the backward.
-        layer: index of the layer; -1 for what comes before the first one.
+        layer: index of the layer; -1 for what comes before the first one. One more than that of
+            the last layer stands for the loss, once the model's forward has ended.
         inside: whether it is the layer itself, and not what comes after it.
     """
 
@@ -212,7 +213,9 @@ class LayerCalls:
 
     def _enter(self) -> None:
         inside = bool(self._open)
-        layer = self._open[-1] if inside else len(self.calls) - 1
+        self._begin_part(self._open[-1] if inside else len(self.calls) - 1, inside=inside)
+
+    def _begin_part(self, layer: int, *, inside: bool) -> None:
         part = Part(backward=False, layer=layer, inside=inside)
         self._begins.append(sequence_number())
         self._parts.append(part)
@@ -223,8 +226,17 @@ class LayerCalls:
         """Indices of the calls that run now in the forward, the outermost first."""
         return self._open
 
+    def end_forward(self) -> None:
+        """Note that the model's forward has ended, and the loss begins."""
+        self._begin_part(len(self.calls), inside=False)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the model's forward has not ended."""
+        return self._parts[-1].layer < len(self.calls)
+
     def close(self) -> None:
-        """Note that the forward and the loss have ended. Nodes made from now on are no layer's."""
+        """Note that the loss has ended. Nodes made from now on are no layer's."""
         self._end_number = sequence_number()
 
     def part_of(self, node_number: int) -> Part | None:
@@ -422,6 +434,7 @@ class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with hooks:
                 # Training loops hold the output during backward.
                 output = call_model(self.model, self._arguments)
+                self.calls.end_forward()
                 value: Any = default_loss(output, _real_sum) if loss is None else loss(output)
             self.calls.close()
             if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
@@ -498,9 +511,14 @@ class SavedStorages:
         self._depths: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Saved:
-        """Note a tensor that autograd saves. This is the pack hook."""
-        if self._counts_as_saved(tensor):
-            key, part = self._ledger.key_of(tensor), self._ledger.part
+        """Note a tensor that autograd saves. This is the pack hook.
+
+        What the loss saves behind the model's forward is seen by no engine, and stays.
+        """
+        if not self._counts_as_saved(tensor):
+            return pass_through(tensor)
+        key, part = self._ledger.key_of(tensor), self._ledger.part
+        if self._step.calls.is_in_forward:
             if key not in self._numbers:
                 self._find_recipe(tensor, key)
             place = part.layer if part.inside else ~(part.layer + 1)  # see `Scope.place`
@@ -664,7 +682,9 @@ class StepAssembly:
         """
         what = "forward" if part.inside else "after"
         index = 0 if self._recorded.layers[0].between else -1
-        if part.layer >= 0:
+        if part.layer >= len(self._positions.calls):
+            index = self._count
+        elif part.layer >= 0:
             index = self._positions.position(what, part.layer) or 0
         return 2 * self._count - index if part.backward else index
 
