@@ -288,6 +288,23 @@ def step_plainly(model: nn.Module) -> None:
     model(*draw()).sum().backward()
 
 
+def test_detach_after_an_interrupt_in_a_part() -> None:
+    """Torch calls no hooks then, so what the forward has begun is there until `detach`."""
+
+    class Raises(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise KeyboardInterrupt
+
+    model = nn.ModuleDict({"net": Stack(nn.ModuleList([Raises()]))})
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["net.layers.?"]):
+        with pytest.raises(KeyboardInterrupt):
+            model["net"](torch.randn(ROWS, WIDTH))
+        assert _get_current_dispatch_mode_stack()
+    assert not _get_current_dispatch_mode_stack()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("again", [False, True], ids=["forward", "recomputation"])
 def test_a_step_after_an_interrupted_one_is_right(error: type[BaseException], again: bool) -> None:

@@ -39,13 +39,18 @@ class _Here(threading.local):
 
     Attributes:
         depth: number of calls of the model's own forward, with grad mode or without.
-        part: the call of a module that has begun a forward; see [Note: bypassed forwards].
+        part: the module whose call has begun a forward; see [Note: bypassed forwards].
         end: ends that forward.
     """
 
     depth = 0
-    part: types.FrameType | None = None
+    part: weakref.ref[nn.Module] | None = None
     end = contextlib.ExitStack()
+
+    @property
+    def opened(self) -> nn.Module | None:
+        """The module whose call has begun a forward; None if none has."""
+        return None if self.part is None else self.part()
 
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -111,6 +116,7 @@ class OffloadedForward(ForwardReplacement):
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
+        self._mend()
         self._active = False
 
     def let_go(self) -> None:
@@ -255,14 +261,14 @@ class OffloadedForward(ForwardReplacement):
         """Whether another forward of the model runs, on this thread or on another one."""
         return self._engine.transfers.running > (self.here.part is not None)
 
-    def _mend(self) -> None:
+    def _mend(self, beginning: nn.Module | None = None) -> None:
         """Begin anew after an interrupt; see [Note: interrupts].
 
-        torch calls no hooks after Ctrl-C. So the call of a part that has begun a forward may have
-        ended without a word, and nothing but its frame tells.
+        Args:
+            beginning: the module whose call has just begun, if it is a part of the model.
         """
         here, transfers = self.here, self._engine.transfers
-        if here.part is not None and not _is_running(here.part):
+        if here.part is not None and _was_interrupted(here, beginning):
             transfers.is_broken = True
         if transfers.is_broken:
             here.depth, here.part = 0, None
@@ -275,21 +281,22 @@ class OffloadedForward(ForwardReplacement):
             known: the module.
             first: number of its first layer.
         """
-        here = self.here
-        if vars(known()).get("forward") is self:
+        module, here = known(), self.here
+        assert module is not None, "it is called"
+        if module.__dict__.get("forward") is self:
             return  # it is not bypassed
-        self._mend()
+        self._mend(module)
         if here.depth or in_backward():
             return  # it runs, perhaps without grad mode; or a checkpointed part is recomputed
         if self._tracker is None or self._tracker.forward is not None:
             return  # it belongs to the forward that runs
         _, here.end = self.begin(first)
-        here.part = _frame_of_call()
+        here.part = known
 
-    def end_part(self, _: Any) -> None:
-        """End the forward that the call of a module has begun, if this is the end of that call."""
-        here = self.here
-        if here.part is not None and here.part is _frame_of_call():
+    def end_part(self, known: weakref.ref[nn.Module], _: Any) -> None:
+        """End the forward that the call of this module has begun."""
+        module, here = known(), self.here
+        if module is not None and module is here.opened and _count_calls(module) < 2:
             here.part = None
             here.end.close()
             self._warn_of_no_plan()
@@ -355,7 +362,7 @@ def hook_parts(
             continue
         known, first = weakref.ref(module), numbers.get(id(module), 0)
         begin = functools.partial(call_weakly(forward.begin_part), known, first)
-        end = call_weakly(forward.end_part)
+        end = functools.partial(call_weakly(forward.end_part), known)
         tracker.others.append(HookedLayer(None, "", module, begin, end, owner=forward))
 
 
@@ -372,22 +379,25 @@ def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
     return [module for module in found.values() if not is_script(module)]
 
 
-_CALLS = MODULE_CALL, CompiledCall.__call__.__code__
+def _was_interrupted(here: _Here, beginning: nn.Module | None) -> bool:
+    """Whether the call of a part that has begun a forward has ended and could not clean up.
+
+    torch calls no hooks after Ctrl-C, and nothing else tells.
+    """
+    opened = here.opened
+    # The call that has just begun is another one.
+    return opened is None or _count_calls(opened) <= (opened is beginning)
 
 
-def _frame_of_call() -> types.FrameType:
-    """Return the frame of the innermost call of a module on the stack of the calling thread."""
-    frame = sys._getframe()
-    while frame.f_code not in _CALLS:
-        assert frame.f_back is not None, "a module is called"
+def _count_calls(module: nn.Module) -> int:
+    """Count the calls of a module that are on the stack of the calling thread."""
+    count = 0
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code is MODULE_CALL:
+            count += frame.f_locals["self"] is module
+        elif code is CompiledCall.__call__.__code__:
+            count += frame.f_locals["self"] is module._compiled_call_impl
         frame = frame.f_back
-    return frame
-
-
-def _is_running(frame: types.FrameType) -> bool:
-    """Whether the function of a frame has neither returned nor raised an error."""
-    try:
-        frame.clear()  # Python refuses, unless it has
-    except RuntimeError:
-        return True
-    return False
+    return count

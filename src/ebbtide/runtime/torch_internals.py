@@ -377,9 +377,10 @@ _COMPRESSED = {
 }
 
 
+_CALL: Final = nn.Module._call_impl.__code__
 _CALLS: Final = {
-    MODULE_CALL,
-    *(each for each in MODULE_CALL.co_consts if isinstance(each, CodeType)),
+    _CALL,
+    *(each for each in _CALL.co_consts if isinstance(each, CodeType)),
     nn.Module._slow_forward.__code__,
 }
 
