@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -602,6 +603,21 @@ def test_an_input_modified_before_backward_is_noticed() -> None:
         x.mul_(2)
         with pytest.raises(SavedTensorModifiedError):
             loss.backward()
+
+
+def test_a_forward_that_finds_a_shape_by_fake_tensors() -> None:
+    """As a DTensor does, once for each operation."""
+
+    class Shaped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with FakeTensorMode():
+                shape = torch.empty(x.shape).sin().shape
+            return self.linear(x).sin().view(shape)
+
+    def build() -> Stack:
+        return Stack(nn.ModuleList(Shaped() for _ in range(2)))
+
+    assert compare(build, policy("recompute"), draw, layers=["layers.?"]).recomputed_bytes == 2 * S
 
 
 # Refused

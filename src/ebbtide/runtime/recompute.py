@@ -55,6 +55,7 @@ from ebbtide.runtime.torch_internals import (
     aside,
     has_dispatch_modes,
     identity_of,
+    is_written_down,
     neg_view,
     pop_mode,
     push_hooks,
@@ -715,9 +716,11 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if is_written_down():  # such as a DTensor's shape, found once by fake tensors
+            return func(*args, **kwargs)
         if types and any(map(_is_wrapper, types)):
             return NotImplemented  # the operations on what a tensor subclass consists of come here
-        kwargs = kwargs or {}
         traits = _traits_of(func)
         if traits is None or traits.is_view:
             return func(*args, **kwargs)
