@@ -419,6 +419,7 @@ def test_weights_of_some_layers_are_no_worse_than_those_of_all_or_none(
     share=shares,
     update_s=st.sampled_from([0.0, 0.5, 5.0]),
     ahead=st.sampled_from([None, StepAhead(10**9), StepAhead(40 * MB, 30 * MB)]),
+    keeps_gradients=st.booleans(),
 )
 @settings(MANY, max_examples=25)
 def test_the_bound_holds_wherever_weights_rest(
@@ -427,10 +428,11 @@ def test_the_bound_holds_wherever_weights_rest(
     share: float,
     update_s: float,
     ahead: StepAhead | None,
+    keeps_gradients: bool,
 ) -> None:
     assume(count_all_plans(profile) <= 300)
     profile = with_weights(profile, update_s, range(1, len(profile.layers) + 1))
-    profile = dataclasses.replace(profile, ahead=ahead)
+    profile = dataclasses.replace(profile, ahead=ahead, keeps_gradients=keeps_gradients)
     timing = StepTiming(profile, hardware)
     got = []
     for plan in all_plans(profile):

@@ -84,6 +84,20 @@ def test_the_weights_of_the_layers_are_on_the_device() -> None:
     assert predict(make_profile(layer, layer), as_is(KEEP), as_is(KEEP)).peak_bytes == 20 * MB
 
 
+def test_gradients_that_do_not_stay_come_with_the_first_backward_of_their_layer() -> None:
+    """Weights and their state need 12 MB; a second call of "twice" has its 3 MB of gradients."""
+    once = make_layer(1, name="once", weight_bytes=2 * MB, gradient_bytes=3 * MB)
+    twice = dataclasses.replace(once, name="twice", optimizer_bytes=8 * MB)
+    profile = make_profile(
+        once, twice, make_layer(1, name="twice"), keeps_gradients=False, after_working_bytes=MB
+    )
+    got = predict(profile, *[as_is(KEEP)] * 3)
+    assert peaks_mb(got) == [13, 14, 15, 15, 18, 17, 19]
+    assert got.peak_bytes == 19 * MB
+    stay = dataclasses.replace(profile, keeps_gradients=True)
+    assert peaks_mb(predict(stay, *[as_is(KEEP)] * 3)) == [19, 20, 21, 21, 21, 20, 19]
+
+
 # ---- offload -------------------------------------------------------------------------------------
 
 

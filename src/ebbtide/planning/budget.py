@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -383,7 +384,9 @@ class BudgetController:
         measures = is_own and study.phase is not Phase.SETTLED
         if measures:
             self._memory.return_freed()
-        plan = study.choose(self._memory.now_bytes()) if is_own else study.plan
+            if self._device.type != "cpu":
+                self._finish_copies()
+        plan = study.choose(self._begin_bytes(study)) if is_own else study.plan
         followed = self._followed
         self._followed = (study, plan.layers, plan.max_inflight_bytes, plan.windows)
         if self._followed != followed:
@@ -398,12 +401,26 @@ class BudgetController:
         if is_timed:
             self._memory.reset_peak()
         elif measures:
+            if self._weights is not None and study is self._placing:
+                study.note_weights(
+                    self._weights.there_bytes(),
+                    self._engine.transfers.account.weight_bytes,
+                    has_gradients=self._weights.have_gradients(),
+                )
             watch = self._watch(study.profile)
         passes = FreedPasses(self._memory) if self._memory.keeps_freed else None
         self._engine.transfers.account.passes = watch or passes
         self._engine.record_steps(traced=self._traced or measures)
         running = self._begun(kind, study, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
+
+    def _begin_bytes(self, study: BudgetStudy) -> int:
+        """Return what is in use now, without the weights that a study has in its profile."""
+        now_bytes = self._memory.now_bytes()
+        if self._weights is None or study is not self._placing:
+            return now_bytes
+        there_bytes = self._weights.there_bytes() + self._engine.transfers.account.weight_bytes
+        return max(0, now_bytes - there_bytes)
 
     def _rest_all(self) -> bool:
         """Let all weights rest on the host; return whether that is new.
@@ -525,6 +542,7 @@ class BudgetController:
         weights = None if self._placing else self._weights
         if weights is not None and self._resting and self._num_rested < _MOST_RESTED:
             profile = with_weight_bytes(profile, weights.sizes(), self._hardware)
+            profile = dataclasses.replace(profile, keeps_gradients=weights.have_gradients())
         resting_bytes = sum(each.parameter_bytes for each in profile.layers)
         study = BudgetStudy(
             profile,

@@ -279,7 +279,7 @@ class BudgetStudy:
         awaits_copies = not hardware.computes_on_host
         self._corrections = Corrections(profile, awaits_copies=awaits_copies)
         self._begin_bytes = begin_bytes  # without the weights that the profile has
-        self._there_bytes = sys.maxsize  # of weights on the device when the last step began
+        self._there_bytes = self._buffer_bytes = 0  # of those, when the last step began
         self._end_peak_bytes = 0  # of the work after the last pass, without them, too
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._tried: list[_Followed] = []  # that were measured, as far as they may come again
@@ -325,14 +325,14 @@ class BudgetStudy:
         """Return the plan for a step that begins now.
 
         Args:
-            begin_bytes: memory in use.
+            begin_bytes: memory in use, without the weights that the profile has.
 
         Raises:
             BudgetError: no plan fits into the budget.
         """
         if self.phase is not Phase.SETTLED or self._searches:
             # A process holds more than when it was last measured: the optimizer's state is new.
-            self._note_begin(begin_bytes)
+            self._begin_bytes = begin_bytes
         if self.phase is Phase.FRUGAL and self._has_memory and self.weights_can_leave:
             peak_bytes = self._predict_measured().peak_bytes
             if peak_bytes > self.budget_bytes:
@@ -345,24 +345,20 @@ class BudgetStudy:
             self._search()
         return self.plan
 
-    def _note_begin(self, begin_bytes: int) -> int:
-        """Note what is in use when a step begins.
+    def note_weights(self, there_bytes: int, buffer_bytes: int, *, has_gradients: bool) -> None:
+        """Note which of the weights are there as a step begins, when the plan has placed them.
 
-        Returns:
-            How much of that is still to come: weights that have just come to the device have no
-            gradients there yet, and no state.
+        Args:
+            there_bytes: what those on the device occupy, with their gradients and their state.
+            buffer_bytes: what those of the others occupy that the step before has brought.
+            has_gradients: whether any weights have gradients from the step before.
         """
-        there_bytes = self._weight_bytes_there
-        found_bytes, owed_bytes = begin_bytes - there_bytes, 0
-        if there_bytes > self._there_bytes:
-            owed_bytes = max(0, self._begin_bytes - found_bytes)
-        self._there_bytes = there_bytes
-        self._begin_bytes = max(0, found_bytes + owed_bytes)
-        return owed_bytes
+        self._there_bytes, self._buffer_bytes = there_bytes, buffer_bytes
+        if has_gradients and not self.profile.keeps_gradients:
+            self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
 
-    @property
-    def _weight_bytes_there(self) -> int:
-        """What the weights need that the plan has on the device, and all that belongs to them."""
+    def _planned_weight_bytes(self) -> int:
+        """Return what the weights on the device need in the end, and all that belongs to them."""
         pairs = zip(self.profile.layers, self.plan.layers, strict=True)
         return sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
 
@@ -399,11 +395,14 @@ class BudgetStudy:
             watch: what was measured.
         """
         self._has_memory = True
-        owed_bytes = self._note_begin(watch.begin_bytes)
+        self._begin_bytes = max(0, watch.begin_bytes - self._there_bytes - self._buffer_bytes)
         self._predict_now()
+        # The state of weights that have just come to the device follows in the optimizer's step.
+        planned_bytes = self._planned_weight_bytes()
+        coming = self.profile.coming_gradients([each.weights_on_host for each in self.plan.layers])
+        owed_bytes = max(0, planned_bytes - sum(coming) - self._there_bytes)
         self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
-        # By then, weights that came have gradients there, and the optimizer has given them state.
-        self._end_peak_bytes = max(0, watch.end_peak_bytes - self._weight_bytes_there)
+        self._end_peak_bytes = max(0, watch.end_peak_bytes - planned_bytes)
 
     def _predict_measured(self) -> Prediction:
         """Predict a step whose memory is measured: on an accelerator, it awaits its copies."""

@@ -517,6 +517,9 @@ class _Run:
                 self._stored_bytes += layer.parameter_bytes
             else:
                 self._resident_bytes += layer.parameter_bytes
+        resting = [each.weights_on_host for each in plan.layers]
+        self._coming_gradients = profile.coming_gradients(resting)
+        self._resident_bytes -= sum(self._coming_gradients)
         self.peaks: list[int] = []
         self.more_bytes = [0] * (2 * len(profile.layers) + 1)  # by position
 
@@ -649,6 +652,7 @@ class _Run:
             self._use_source(index)
             self._retire()
             self._bring_weights(index)
+            self._resident_bytes += self._coming_gradients[index]
             if self._plan.layers[index].weights_on_host:
                 self._resident_bytes += layer.gradient_bytes
             self._prefetch()

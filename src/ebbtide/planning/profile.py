@@ -16,7 +16,7 @@ needs. So the loss, when all is there that is kept, counts with the need of the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -184,6 +184,8 @@ class StepProfile:
         loss_working_bytes: device memory that the work between the passes needs.
         after_working_bytes: device memory that the work after the last pass needs.
         min_bytes: smaller storages are not numbered, because they stay where they are.
+        keeps_gradients: whether the gradients of weights on the device are there throughout the
+            step; otherwise they come with the first backward of a call of their layer.
         ahead: how the host updates weights while backward still runs; None: it does so after it.
 
     Raises:
@@ -200,6 +202,7 @@ class StepProfile:
     loss_working_bytes: int = 0
     after_working_bytes: int = 0
     min_bytes: int = DEFAULT_MIN_BYTES
+    keeps_gradients: bool = True
     ahead: StepAhead | None = None
 
     def __post_init__(self) -> None:
@@ -243,6 +246,20 @@ class StepProfile:
             if layer.parameter_bytes:
                 owners.setdefault(layer.name, []).append(index)
         return owners
+
+    def coming_gradients(self, resting: Sequence[bool]) -> list[int]:
+        """Return the bytes of gradients that the backward of each layer brings to stay.
+
+        Args:
+            resting: whether each layer's weights rest on the host, where their gradients go, too.
+        """
+        coming = [0] * len(self.layers)
+        if not self.keeps_gradients:
+            last_calls = {layer.name: index for index, layer in enumerate(self.layers)}
+            for layer, rests in zip(self.layers, resting, strict=True):
+                if not rests:
+                    coming[last_calls[layer.name]] += layer.gradient_bytes
+        return coming
 
     def inside_bytes(self, index: int) -> int:
         """Return the size of what a layer saves beside its input.

@@ -736,6 +736,7 @@ class PassWatch(AbstractPasses):
         self._finish_copies()
         self._memory.return_freed()
         self.begin_bytes = self._memory.now_bytes()
+        self._without_weights_bytes = self.begin_bytes - account.weight_bytes
         self.peak_bytes = 0
         self._memory.reset_peak()
         self._pass = _BEGIN
@@ -757,7 +758,7 @@ class PassWatch(AbstractPasses):
         what was freed counts, this is not known.
         """
         found = {} if self._memory.keeps_freed else self._by_position(self._working)
-        return {each: size_bytes - self.begin_bytes for each, size_bytes in found.items()}
+        return {each: size - self._without_weights_bytes for each, size in found.items()}
 
     def _by_position(self, sizes: Mapping[Pass, int]) -> dict[int, int]:
         assert self._positions is not None, "the profile is not known yet"

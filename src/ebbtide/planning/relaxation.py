@@ -420,6 +420,8 @@ class _Programme:
         """Say which weights rest on the host, and how much the others take on the device."""
         layers = self._profile.layers
         self._rests: list[Terms] = [{} for _ in layers]  # fraction on the host
+        everything = self._profile.coming_gradients([False] * len(layers))
+        self._gradients = [{ONE: size / _MB} if size else Terms() for size in everything]
         self._h: list[tuple[int, int]] = []  # variables, and the bytes that they place
         away: Terms = {}
         self._updates, self._commits = dict[int, float](), dict[int, float]()  # ms
@@ -438,10 +440,16 @@ class _Programme:
             self._commits = _plus(self._commits, _times(commit_ms, fraction))
             for index in owned:
                 self._rests[index] = fraction
+                if everything[index]:
+                    resting = _times(-everything[index] / _MB, fraction)
+                    self._gradients[index] = _plus(self._gradients[index], resting)
         resident = self._profile.fixed_bytes + sum(layer.parameter_bytes for layer in layers)
-        self._resident = _plus({ONE: resident / _MB}, _times(-1, away))
-        if self._h:
-            self._resident = self._stock_of(self._resident, {})  # one variable in all rows
+        coming = _times(-1, _plus(*self._gradients))
+        self._resident = self._one_variable(_plus({ONE: resident / _MB}, _times(-1, away), coming))
+
+    def _one_variable(self, terms: Terms) -> Terms:
+        """Return what is in many rows as one variable, if it depends on where weights are."""
+        return self._stock_of(terms, {}) if self._h else terms
 
     def _active(self, user: User) -> Terms:
         """Return whether a layer saves a piece of memory."""
@@ -554,7 +562,7 @@ class _Programme:
 
     def _forward(self) -> None:
         profile = self._profile
-        self._fits({ONE: max(profile.before_working_bytes, profile.after_working_bytes) / _MB})
+        self._fits({ONE: profile.before_working_bytes / _MB})
         self._kept_stock: list[Terms] = [{}]  # of the layers before each
         down = self._stock_of({}, self._joins[0])
         for index, layer in enumerate(self._profile.layers):
@@ -597,6 +605,9 @@ class _Programme:
             )
             hidden = _plus(hidden, pass_ms if self._steps_ahead else {})
             consumed = self._consumed[index]
+            if self._gradients[index]:
+                with_gradients = _plus(self._resident, self._gradients[index])
+                self._resident = self._one_variable(with_gradients)
             self._at_most(consumed, _times(-1, up), {wait: -self._up})
             up_after = {self._variable(): 1.0}
             rise = _plus(up_after, _times(-1, up), consumed)
@@ -614,6 +625,7 @@ class _Programme:
             if self._inflight is not None:
                 self._at_most(up_after, {ONE: -self._inflight})
             down, up = down_after, up_after
+        self._fits({ONE: self._profile.after_working_bytes / _MB})
         if self._updates:
             after = {self._variable(1.0): -1.0}
             self._at_most(self._updates, _times(-1, hidden), after)

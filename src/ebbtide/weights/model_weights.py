@@ -97,6 +97,7 @@ class ModelWeights:
         self._engine = engine
         self._origin = origin
         self._hooks: AbstractWeights | None = None
+        self._movable: list[str] = []  # names of the parameters that rest if all do that can
         self._num_placed = 0
         # Each optimizer that has stepped, and how often weights had been placed when it did.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
@@ -158,10 +159,13 @@ class ModelWeights:
         sizes: dict[str, WeightBytes] = {}
         model, seen = self._model(), set[nn.Parameter]()
         modules = {} if model is None else dict(model.named_modules())
+        self._movable = []
         for name in self._names:
-            own = set(modules[name].parameters()) - seen if name in modules else ()
-            resting = [parameter for parameter in own if parameter in self._resting]
-            seen.update(resting)
+            own = modules[name].named_parameters(prefix=name) if name in modules else ()
+            named = {each: of for of, each in own if each in self._resting and each not in seen}
+            resting = list(named)
+            seen.update(named)
+            self._movable.extend(named.values())
             sizes[name] = WeightBytes(
                 sum(each.nbytes for each in resting),
                 sum(each.nbytes for each in resting if each.requires_grad),
@@ -169,15 +173,37 @@ class ModelWeights:
             )
         return sizes
 
+    def there_bytes(self) -> int:
+        """Return what those weights occupy on the device that `sizes` has been asked for last.
+
+        They have their gradients and their state with them, as far as these have come there.
+        """
+        home, there_bytes = self._engine.torch_device, 0
+        for parameter in self._movable_parameters():
+            if parameter not in self._resting:
+                own = [parameter, parameter.grad, *self._states_of(parameter)]
+                there_bytes += sum(e.nbytes for e in own if e is not None and e.device == home)
+        return there_bytes
+
+    def have_gradients(self) -> bool:
+        """Return whether any of those weights has a gradient, wherever it is."""
+        return any(each.grad is not None for each in self._movable_parameters())
+
+    def _movable_parameters(self) -> list[nn.Parameter]:
+        model = self._model()
+        return [] if model is None else [model.get_parameter(each) for each in self._movable]
+
     def overlaps(self) -> list[StepOverlap]:
         """Return what lets optimizers of the model step inside backward, if it does so now."""
         found = (find_overlap(each) for each in self._optimizers)
         return [each for each in found if each is not None and each.stats.steps_ahead]
 
     def _state_bytes(self, parameter: nn.Parameter) -> int:
+        return sum(each.nbytes for each in self._states_of(parameter))
+
+    def _states_of(self, parameter: nn.Parameter) -> list[Tensor]:
         states = (each.state.get(parameter, {}).values() for each in self._optimizers)
-        tensors = (each for state in states for each in state if isinstance(each, Tensor))
-        return sum(each.nbytes for each in tensors)
+        return [each for state in states for each in state if isinstance(each, Tensor)]
 
     def detach(self) -> None:
         """Move all weights to where the model was brought from, or to the device it computes on."""
