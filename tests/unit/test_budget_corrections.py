@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ebbtide import Trace, TraceEvent
 from ebbtide.devices import Layer, SimulatedDevice
@@ -221,6 +223,19 @@ def test_what_a_backward_lets_go_of_to_make_room_comes_again() -> None:
     record.unread = 1
     changes = [(10, record), (-10, record)]
     assert used_beside(watch, "backward", changes) == 10  # 0 MB were used while it was there
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_layer_that_changes_its_input_saves_a_copy_of_it_to_be_recomputed(changes: bool) -> None:
+    record = SimpleNamespace(layer=None, number=3)
+    watch = PassWatch(ScriptedMemory(0), account(), find=lambda *_: record)  # type: ignore[arg-type]
+    x = torch.zeros(4)
+    watch.begin_forward_of(Layer(0, "block"), ((x,), {}))
+    if changes:
+        x.add_(1)
+    watch.end_forward_of(Layer(0, "block"))
+    (call,) = watch.calls
+    assert (call.input_bytes, call.source) == (16, None if changes else (None, 3))
 
 
 # ---- studies -------------------------------------------------------------------------------------

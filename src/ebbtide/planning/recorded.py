@@ -51,14 +51,13 @@ class RecordedCall(NamedTuple):
         name: name of its module.
         input_bytes: size of its input tensors, without what the loop holds and parameters.
         source: the saved storage that is its only input, by the engine's name; None if there are
-            several inputs, or nothing has saved it.
-        changes_input: whether it changes an input in place, so that it cannot run again.
+            several inputs, nothing has saved it, or the call changes it: recomputed, it saves a
+            copy.
     """
 
     name: str
     input_bytes: int = 0
     source: _EngineName | None = None
-    changes_input: bool = False
 
 
 def profile_recorded_step(
@@ -169,12 +168,7 @@ def _layer(
     if slot % 2:
         name = f"after {call.name}" if slot >= 0 else "before layers"
         return dataclasses.replace(layer, name=name, between=True, may_recompute=False)
-    return dataclasses.replace(
-        layer,
-        input_bytes=call.input_bytes,
-        input_same_as=source,
-        may_recompute=not call.changes_input,
-    )
+    return dataclasses.replace(layer, input_bytes=call.input_bytes, input_same_as=source)
 
 
 # ---- Takes the seconds of a step's layers and copies from its trace ----
@@ -832,8 +826,8 @@ class PassWatch(AbstractPasses):
                     sources.append((None if layer is None else layer.index, record.number))
             sizes[address] = tensor.untyped_storage().nbytes()
         changes = any(tensor._version != version for tensor, version in call.inputs)
-        source = sources[0] if len(sizes) == len(sources) == 1 else None
-        return RecordedCall(call.name, sum(sizes.values()), source, changes)
+        source = sources[0] if len(sizes) == len(sources) == 1 and not changes else None
+        return RecordedCall(call.name, sum(sizes.values()), source)
 
     def _enter(self, what: str, call: int = -1) -> None:
         if call >= 0 and not _is_measured(call):

@@ -590,7 +590,8 @@ class SavedStorages:
             keys = [key for key in call.inputs if key in known or key not in step.inputs]
             source = self._name_of(keys[0]) if len(keys) == 1 and keys[0] in known else None
             input_bytes = sum(self._ledger.sizes[key] for key in keys)
-            yield RecordedCall(call.name, input_bytes, source, index in step.calls.changing)
+            changes = index in step.calls.changing
+            yield RecordedCall(call.name, input_bytes, None if changes else source)
 
     def fixed_bytes(self) -> int:
         """Return the size of what is there before the step, and is none of what is saved."""
@@ -669,6 +670,11 @@ class StepAssembly:
             hardware,
         )
         self._positions = Positions(self._recorded)
+        layers = list(self._recorded.layers)
+        for call in step.calls.changing:  # how it would run again is not known here
+            index = self._positions.calls[call]
+            layers[index] = dataclasses.replace(layers[index], may_recompute=False)
+        self._recorded = dataclasses.replace(self._recorded, layers=tuple(layers))
         self._count = self._positions.loss
         self._seconds = self._gather(step.seconds, operator.add)
         self._peaks = self._gather(step.peaks(), max)
