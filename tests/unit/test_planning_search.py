@@ -293,14 +293,10 @@ def test_a_budget_of_the_tier_below_is_kept() -> None:
     free = timing.predict(search(profile, hardware, PlanBudget(device_bytes=half_bytes), timing))
     assert free.host_peak_bytes > 0
     limit_bytes = free.host_peak_bytes // 2
-    for name in ("host_bytes", "pinned_bytes"):
-        budget = PlanBudget(device_bytes=half_bytes, **{name: limit_bytes})
-        got = timing.predict(search(profile, hardware, budget, timing))
-        assert got.host_peak_bytes <= limit_bytes
-        assert got.peak_bytes <= half_bytes
-    on_cpu = dataclasses.replace(hardware, computes_on_host=True)
-    budget = PlanBudget(device_bytes=half_bytes, pinned_bytes=0)  # a CPU pins nothing
-    search(profile, on_cpu, budget, StepTiming(profile, on_cpu))
+    budget = PlanBudget(device_bytes=half_bytes, host_bytes=limit_bytes)
+    got = timing.predict(search(profile, hardware, budget, timing))
+    assert got.host_peak_bytes <= limit_bytes
+    assert got.peak_bytes <= half_bytes
 
 
 # ---- weights -------------------------------------------------------------------------------------

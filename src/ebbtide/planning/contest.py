@@ -307,13 +307,6 @@ class Contest:
         return self.left_s == 0.0
 
     @property
-    def resident_bytes(self) -> int:
-        """What is on the device throughout: weights that do not rest on the host, and all else."""
-        layers = zip(self.profile.layers, self.resting, strict=True)
-        own_bytes = sum(layer.parameter_bytes for layer, rests in layers if not rests)
-        return self.profile.fixed_bytes + own_bytes
-
-    @property
     def has_fitting(self) -> bool:
         """Whether a plan within the budget was found."""
         return self.best is not None and not self.best.score.excess_bytes

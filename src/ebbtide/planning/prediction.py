@@ -378,7 +378,6 @@ class Prediction(NamedTuple):
         exposed_update_s: seconds in which the host updates weights after backward.
         host_peak_bytes: the peak of what rests in the tier below, without shadows.
         shadow_bytes: what the shadows of an optimizer need that steps inside backward.
-        pinned_bytes: how much of that is page-locked.
     """
 
     step_s: float
@@ -388,7 +387,6 @@ class Prediction(NamedTuple):
     exposed_update_s: float
     host_peak_bytes: int
     shadow_bytes: int
-    pinned_bytes: int
 
 
 class Predictor(Protocol):
@@ -408,7 +406,7 @@ class StepTiming:
 
     Args:
         profile: the step.
-        hardware: the link, and whether the tier below is page-locked.
+        hardware: the link.
         awaits_copies: whether all copies are awaited at each begin of a pass, as in a step whose
             memory is measured.
         more: what was measured beyond the profile; None: nothing.
@@ -827,7 +825,6 @@ class _Run:
         update_s = self._now_s - begin_s
         self._now_s += self._profile.after_s
         end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
-        pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_bytes
         return Prediction(
             step_s=self._now_s + self._copied_bytes * (self._hardware.copy_cost_s_per_byte or 0.0),
             peak_bytes=max(self._begin_peak_bytes, end_peak_bytes, *self.peaks),
@@ -836,7 +833,6 @@ class _Run:
             exposed_update_s=update_s,
             host_peak_bytes=self._stored_bytes,
             shadow_bytes=shadow_bytes,
-            pinned_bytes=pinned_bytes,
         )
 
 
@@ -939,8 +935,8 @@ class PlanBudget:
 
     Args:
         device_bytes: the peak of device memory.
-        host_bytes: the peak of what rests in the tier below; None: no limit.
-        pinned_bytes: how much of that may be page-locked; None: no limit.
+        host_bytes: the peak of what rests in the tier below, all of it page-locked where that is an
+            accelerator's; None: no limit.
 
     Raises:
         PolicyError: a figure is not a whole number, 0 or more.
@@ -948,29 +944,15 @@ class PlanBudget:
 
     device_bytes: int
     host_bytes: int | None = None
-    pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("device_bytes", "host_bytes", "pinned_bytes"):
-            value = getattr(self, name)
-            if value is not None or name == "device_bytes":
-                check_number(name, value, whole=True)
+        check_number("device_bytes", self.device_bytes, whole=True)
+        if self.host_bytes is not None:
+            check_number("host_bytes", self.host_bytes, whole=True)
 
     def excess_bytes(self, prediction: Prediction) -> int:
         """Return by how many bytes a step is over its limits, added up; 0 if it is within all."""
-        over = [max(0, prediction.peak_bytes - self.device_bytes)]
+        excess_bytes = max(0, prediction.peak_bytes - self.device_bytes)
         if self.host_bytes is not None:
-            over.append(max(0, prediction.host_peak_bytes - self.host_bytes))
-        if self.pinned_bytes is not None:
-            over.append(max(0, prediction.pinned_bytes - self.pinned_bytes))
-        return sum(over)
-
-    def most_host_bytes(self, *, pins: bool) -> int | None:
-        """Return the most bytes that may rest in the tier below; None: no limit.
-
-        Args:
-            pins: whether that tier is page-locked memory.
-        """
-        limits = [self.host_bytes, self.pinned_bytes if pins else None]
-        known = [limit for limit in limits if limit is not None]
-        return min(known) if known else None
+            excess_bytes += max(0, prediction.host_peak_bytes - self.host_bytes)
+        return excess_bytes

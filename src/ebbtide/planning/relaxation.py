@@ -366,7 +366,6 @@ class _Programme:
         self._copy_cost = (hardware.copy_cost_s_per_byte or 0.0) * _MB / _MS  # ms/MB, one way
         self._tie = _TIE * (1 / self._down + 1 / self._up) if guides else 0.0  # ms/MB
         self._resting = nowhere(profile) if resting == () else resting
-        self._pins = not hardware.computes_on_host
         self._steps_ahead = profile.ahead is not None and not hardware.computes_on_host
         self._costs: list[float] = []
         self._upper: list[float] = []
@@ -663,9 +662,8 @@ class _Programme:
         self._backward()
         offloaded = _plus(*({variable: 1.0} for variable in self._o))
         offloaded = _plus(offloaded, *({each[1]: 1.0} for each in self._shared.values()))
-        host_bytes = self._budget.most_host_bytes(pins=self._pins)
-        if host_bytes is not None:
-            self._at_most(offloaded, {ONE: -host_bytes / _MB})
+        if self._budget.host_bytes is not None:
+            self._at_most(offloaded, {ONE: -self._budget.host_bytes / _MB})
         whole: list[int] = []
         if whole_layers:
             whole = [each for each in self._c if self._upper[each]] + [h for h, _ in self._h]

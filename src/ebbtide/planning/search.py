@@ -123,7 +123,7 @@ def search(
     Args:
         profile: the step.
         hardware: the link.
-        budget: the device, host and pinned memory that the plan may use.
+        budget: the memory that the plan may use.
         predictor: predicts plans.
         weights: whether weights may rest on the host if that is faster, or if nothing else fits.
         limit_s: about how long the search may take. What is found by then is taken, and if the
@@ -388,7 +388,7 @@ def _guide(
     device_bytes = contest.budget.device_bytes - max(0, inflight_bytes) - over_bytes
     if device_bytes <= 0:
         return None
-    host_bytes = contest.budget.most_host_bytes(pins=not hardware.computes_on_host)
+    host_bytes = contest.budget.host_bytes
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - over_below_bytes)
     smaller = PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)

@@ -113,15 +113,12 @@ class Study:
         return self._profiles[size]
 
     def budget(self, device_bytes: int) -> PlanBudget:
-        """Return a budget of device memory, with the machine's host and pinned memory."""
+        """Return a budget of device memory, with what the machine's host can page-lock."""
         hardware = self.hardware
         if hardware.computes_on_host:
             return PlanBudget(device_bytes=device_bytes)
-        return PlanBudget(
-            device_bytes=device_bytes,
-            host_bytes=hardware.host_memory_bytes,
-            pinned_bytes=hardware.pinned_limit_bytes,
-        )
+        host_bytes = min(hardware.host_memory_bytes, hardware.pinned_limit_bytes)
+        return PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)
 
     def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
         """Find the fastest plan within a budget of device memory.
