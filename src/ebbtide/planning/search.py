@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ebbtide.errors import BudgetError
@@ -21,7 +21,6 @@ from ebbtide.planning.contest import (
     changes,
     choices_of,
     keep_all,
-    offload_first,
     rounded,
     rule_plans,
     spare,
@@ -85,9 +84,9 @@ def anneal(contest: Contest) -> None:
 # programme knows less of memory than the prediction does, so it is solved again with a smaller
 # budget until the plan fits. On an accelerator, plans with windows instead of one bound in flight
 # are tried first. In steps of hundreds of layers most of the time goes into solving it, so the
-# fractions that gave the bound are rounded first. The plans that people make by hand take part as
-# well, so the result is never worse than the best of those that were predicted. In steps that are
-# not long, random changes then improve the plan.
+# fractions that gave the bound are rounded first. The plans that treat all layers alike take part
+# as well, so the result is never worse than the best of them. In steps that are not long, random
+# changes then improve the plan.
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
@@ -101,11 +100,8 @@ _PART_IF_LONGER: Final = 50  # and no more than this one for steps that are not 
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
-_SAME: Final = 1e-9  # difference of two steps that rounding of numbers may cause
 _SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick,
 _FEW: Final = 16  # and up to which that is so for equal layers, too
-_ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
-_SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
 
 def search(
@@ -234,7 +230,7 @@ def find_frugal(
 
 
 def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> None:
-    """Enter plans that are rounded, or made by hand, with weights where the best one has them."""
+    """Enter plans that are rounded, with weights where the best one has them."""
     assert contest.best is not None
     bound_s, resting = relaxation.bound_s, contest.best.choices.resting
     if _is_long(contest.profile) and not _is_close(contest, bound_s):
@@ -243,12 +239,10 @@ def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -
         contest.enter(rounded(relaxation, contest.uses, bound_bytes, resting))
     if not _is_close(contest, bound_s) and not contest.is_late:
         _enter_guided(contest, hardware, bound_s, resting)
-    if contest.fitting_s > bound_s * (1 + _SAME):
-        _enter_simple(contest, resting)
 
 
 def _has_windows(profile: StepProfile, hardware: Hardware) -> bool:
-    """Whether plans have windows. See [Note: windows] in `pass_windows`.
+    """Whether plans have windows. See [Note: windows].
 
     On a CPU compute hardly waits for copies, and what is in flight is a small part of what the
     process occupies. In steps of many layers, hardly anything is in flight beside the rest.
@@ -373,23 +367,10 @@ def _guide(
     )
 
 
-def _enter_simple(contest: Contest, resting: Sequence[bool]) -> None:
-    """Enter the plans that offload the first k layers."""
-    count = len(contest.profile.layers)
-    stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
-    plans = (offload_first(contest.profile, k) for k in range(1, count, stride))
-    _enter_by_hand(contest, plans, resting)
-
-
 def _enter_rules(contest: Contest, resting: Resting) -> None:
     """Enter the plans that treat all layers alike. They are few, and a late search has one."""
     contest.enter(choices_of(with_weights(keep_all(contest.profile), resting), contest.uses))
-    _enter_by_hand(contest, (plan for _, plan in rule_plans(contest.profile)), resting)
-
-
-def _enter_by_hand(contest: Contest, plans: Iterable[Plan], resting: Sequence[bool]) -> None:
-    """Enter plans that people make by hand, until it is late."""
-    for plan in plans:
+    for _, plan in rule_plans(contest.profile):
         if contest.is_late and contest.has_fitting:
             return
         contest.enter_by_hand(choices_of(with_weights(plan, resting), contest.uses))
