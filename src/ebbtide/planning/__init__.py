@@ -11,10 +11,10 @@ from ebbtide.planning.prediction import (
     Prediction,
     StepTiming,
     StorageUses,
+    open_windows,
 )
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepAhead, StepProfile, StorageId
 from ebbtide.planning.search import search
-from ebbtide.planning.windows import open_windows
 
 __all__ = [
     "CautiousTiming",

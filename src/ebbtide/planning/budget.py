@@ -212,11 +212,6 @@ class _Running(NamedTuple):
     num_refused: int
     is_own: bool = True
 
-    @property
-    def learns(self) -> bool:
-        """Whether the step is measured."""
-        return self.is_timed or self.watch is not None
-
 
 @final
 class BudgetController:

@@ -23,6 +23,7 @@ from ebbtide.planning.prediction import (
     Predictor,
     StepTiming,
     StorageUses,
+    open_windows,
 )
 from ebbtide.planning.profile import StepAhead, StepProfile
 from ebbtide.planning.recorded import (
@@ -32,7 +33,6 @@ from ebbtide.planning.recorded import (
 )
 from ebbtide.planning.relaxation import everywhere
 from ebbtide.planning.search import find_frugal, search
-from ebbtide.planning.windows import open_windows
 from ebbtide.units import format_size
 
 _AGAIN: Final = "again"

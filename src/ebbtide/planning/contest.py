@@ -9,10 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction import PlanBudget, Prediction, Predictor, StorageUses
+from ebbtide.planning.prediction import (
+    PlanBudget,
+    Prediction,
+    Predictor,
+    StorageUses,
+    open_windows,
+)
 from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.relaxation import Relaxation
-from ebbtide.planning.windows import open_windows
 
 BY_PASS: Final = -1
 """In the place of a bound on bytes in flight: each pass has what it has room for."""

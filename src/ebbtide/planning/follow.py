@@ -13,9 +13,8 @@ from torch import nn
 from ebbtide.errors import PolicyError
 from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import StorageUses
+from ebbtide.planning.prediction import StorageUses, backward_groups
 from ebbtide.planning.profile import StepProfile
-from ebbtide.planning.windows import backward_groups
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime import handles as records
 from ebbtide.runtime.activations import PassWindows, Window

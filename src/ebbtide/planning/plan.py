@@ -58,7 +58,7 @@ class Plan:
             because their copy is in flight; see `ActivationPolicy.max_inflight_bytes`.
         windows: such a bound for each pass F0, F1, ..., the loss, ..., B1, B0 alone; empty: all
             passes have the same one. See [Note: windows] in
-            `ebbtide.planning.windows`.
+            `ebbtide.planning.prediction`.
         step_s: predicted seconds of a step; None: not predicted.
         peak_bytes: predicted peak of device memory; None: not predicted.
         bound_s: no plan within the budget has a shorter step than this many seconds; None: not

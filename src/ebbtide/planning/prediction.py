@@ -355,16 +355,15 @@ class StepRecord:
 # ---- How long a step takes under a plan and what memory it needs, from arithmetic ----
 #
 # [Note: timing] The model of a step is that of the engine, pass by pass. What a layer saves is
-# there from the begin of its forward pass. Copies down begin when the pass has ended, those of
-# the inputs of recomputed layers when it begins; they run in order, and a source is let go of at
-# the first begin of a pass, or save, that finds its copy complete. If more than the plan's bound
-# would be in flight, compute waits for the oldest copy. At the begin of each backward pass,
-# reloads are queued in the order in which backward needs them, as far as the bound allows. A pass
-# begins when all that it needs is there; it holds that until the backward of the layer that saved
-# it first has ended. Where a plan has windows, they take the place of the bound: see [Note:
-# windows] in `pass_windows`. A source whose copy is not complete when backward needs it is used
-# as it is. Where copies need the processor that computes, what they cost it is added to the time
-# of the step as a whole.
+# there from the begin of its forward pass. Copies down begin when the pass has ended, those of the
+# inputs of recomputed layers when it begins; they run in order, and a source is let go of at the
+# first begin of a pass, or save, that finds its copy complete. If more than the plan's bound would
+# be in flight, compute waits for the oldest copy. At the begin of each backward pass, reloads are
+# queued in the order in which backward needs them, as far as the bound allows. A pass begins when
+# all that it needs is there; it holds that until the backward of the layer that saved it first has
+# ended. Where a plan has windows, they take the place of the bound: see [Note: windows]. A source
+# whose copy is not complete when backward needs it is used as it is. Where copies need the
+# processor that computes, what they cost it is added to the time of the step as a whole.
 
 
 class Prediction(NamedTuple):
@@ -923,6 +922,74 @@ def _slowed(hardware: Hardware, *, down: float, up: float) -> Hardware:
         h2d_bytes_per_s=h2d / up,
         duplex_bytes_per_s=shared * (d2h / down + h2d / up),
     )
+
+
+# ---- Windows: as many bytes in flight in each pass as it has room for ----
+#
+# [Note: windows] One bound on the bytes in flight for a whole step is what the pass with the
+# highest peak has room for, and often that is nothing. With windows, each pass has a bound of its
+# own. A forward pass begins when what is on its way down fits into its window; what it saves itself
+# leaves without a wait, because the pass needs it in memory anyway. The backward begins when all
+# copies down are complete, and a backward pass queues reloads while the bytes that were brought
+# back and not used yet fit. Unlike the one bound, a window is never exceeded, not by a single copy
+# either: with a window of 0, a pass brings back what it needs itself, and nothing for later passes.
+#
+# A buffer that was brought back for a later pass also occupies the passes between. So the window of
+# a backward pass is never larger than what the passes after it use up and have room for.
+#
+# Torch tells when a layer's backward begins and not when it ends. So the backward of the work
+# before a layer has that layer's window, and the backward of work behind the last layer brings back
+# nothing ahead of its need.
+
+
+def open_windows(
+    plan: Plan,
+    profile: StepProfile,
+    uses: StorageUses,
+    peaks: Sequence[int],
+    device_bytes: int,
+) -> Plan:
+    """Return a plan whose windows use the memory that it leaves free.
+
+    Args:
+        plan: the plan.
+        profile: the step.
+        uses: what its layers save.
+        peaks: what each position of the step needs if all windows are closed.
+        device_bytes: how much each may need.
+    """
+    count = len(profile.layers)
+    rooms = [max(0, device_bytes - peak_bytes) for peak_bytes in peaks]
+    windows = rooms[: count + 1] + [0] * count
+    used = uses.under(plan)
+    ahead_bytes = sum(
+        memory.size_bytes for memory in uses.memories
+    )  # what may be there for passes after the one that is looked at
+    for group in reversed(backward_groups(profile)):
+        if group[0] == count:
+            windows[count] = min(rooms[position] for position in group)
+            break
+        window = min(ahead_bytes, *(rooms[position] for position in group))
+        ahead_bytes = window
+        for position in group:
+            windows[position] = window
+            ahead_bytes += uses.offloaded_bytes(used, used.needed[2 * count - position])
+    return dataclasses.replace(plan, windows=tuple(windows), max_inflight_bytes=max(windows))
+
+
+def backward_groups(profile: StepProfile) -> list[list[int]]:
+    """Return the loss and the positions of the backward passes, by whose window they have.
+
+    Each group but the first begins with the backward of a layer. See [Note: windows].
+    """
+    count = len(profile.layers)
+    groups = [[count]]
+    for index in reversed(range(count)):
+        if profile.layers[index].between:
+            groups[-1].append(2 * count - index)
+        else:
+            groups.append([2 * count - index])
+    return groups
 
 
 # ---- How much memory a plan may use ----

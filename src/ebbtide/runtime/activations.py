@@ -843,7 +843,7 @@ class Activations:
 
 # ---- Bounds the bytes in flight pass by pass, as a plan says ----
 #
-# See [Note: windows] in `ebbtide.planning.windows`.
+# See [Note: windows] in `ebbtide.planning.prediction`.
 
 
 class Window(NamedTuple):
