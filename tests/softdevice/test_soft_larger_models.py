@@ -225,6 +225,31 @@ def test_masters_rest_within_a_budget(overlaps: bool, device: torch.device) -> N
         assert 0 < handle.stats.peak_weight_bytes < 2.2 * max(block_bytes) / 2
 
 
+def test_the_state_of_weights_is_where_they_are_in_each_step(device: torch.device) -> None:
+    """Weights come and go as plans change; what they leave behind would be over the budget."""
+    model, resting, memory = build(GPT), set(), DeviceMemory(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.accelerator.empty_cache()
+    budget_bytes = memory.now_bytes() + int(3.2 * sum(e.nbytes for e in model.parameters()))
+    x = wide(4).to(device)
+    with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL):
+
+        def check(*_: Any) -> None:
+            resting.add(sum(each.device.type == "cpu" for each in model.parameters()))
+            for weight in model.parameters():
+                state = optimizer.state.get(weight, {}).values()
+                assert {each.device for each in state if each.dim()} <= {weight.device}
+
+        model.words.register_forward_pre_hook(check)
+        for number in range(STEPS):
+            memory.reset_peak()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            assert not number or memory.peak_bytes() <= budget_bytes
+    assert len(resting) > 1
+
+
 def test_a_plan_knows_of_the_step_inside_backward(device: torch.device, tmp_path: Path) -> None:
     """The optimizer has the room on the host that the rest leaves, and the same bits."""
 

@@ -397,10 +397,10 @@ class BudgetStudy:
         self._has_memory = True
         self._begin_bytes = max(0, watch.begin_bytes - self._there_bytes - self._buffer_bytes)
         self._predict_now()
-        # The state of weights that have just come to the device follows in the optimizer's step.
+        # Gradients that several steps add up are missing in the first of these.
         planned_bytes = self._planned_weight_bytes()
         coming = self.profile.coming_gradients([each.weights_on_host for each in self.plan.layers])
-        owed_bytes = max(0, planned_bytes - sum(coming) - self._there_bytes)
+        owed_bytes = planned_bytes - sum(coming) - self._there_bytes
         self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
         self._end_peak_bytes = max(0, watch.end_peak_bytes - planned_bytes)
 

@@ -3,8 +3,8 @@
 [Note: weights move between steps] Which weights rest can change as long as no graph is alive, since
 a budget learns from its first steps what fits. All weights that rest then go to plain host memory,
 those that are to rest from now on get memory of their own there, and all others go to the device.
-The optimizer's state follows in its next step. That costs host memory for one more copy of the
-weights for a moment, and happens a few times in a training run.
+The state of optimizers that have stepped goes with them. That costs host memory for one more copy
+of the weights for a moment, and happens a few times in a training run.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ class ModelWeights:
             self._engine.rest(self._hooks)
         home, brings = transfers.device.torch_device, origin is not None
         move(model, home, but=self._resting, buffers=brings)
+        if home.type != "cpu":  # in files, the state follows in the optimizer's step
+            for optimizer in list(self._optimizers):
+                bring_state(optimizer, set(model.parameters()))
 
     def sizes(self) -> dict[str, WeightBytes]:
         """Return what the weights at rest occupy, by the name of the first layer that has them."""
@@ -176,11 +179,11 @@ class ModelWeights:
     def there_bytes(self) -> int:
         """Return what those weights occupy on the device that `sizes` has been asked for last.
 
-        They have their gradients and their state with them, as far as these have come there.
+        They have their gradients and their state with them.
         """
         home, there_bytes = self._engine.torch_device, 0
         for parameter in self._movable_parameters():
-            if parameter not in self._resting:
+            if home.type != "cpu" or parameter not in self._resting:
                 own = [parameter, parameter.grad, *self._states_of(parameter)]
                 there_bytes += sum(e.nbytes for e in own if e is not None and e.device == home)
         return there_bytes
