@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("lightning.pytorch", reason="the callback needs Lightning")
 
+import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -206,3 +207,39 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
         )
         assert plain == offloaded
         assert len(plain.splitlines()) > 3
+
+
+class Scheduled(Plain):
+    """Its optimizer may step inside backward, and clip by itself then."""
+
+    clips: float | None = None
+    overlaps = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        if self.overlaps:
+            handle = ebbtide.offload(self.net, weights=ebbtide.WeightPolicy())
+            handle.overlap(optimizer, max_norm=self.clips, shadow_budget="1GiB")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clips", [None, 1e-3, 1e6])
+def test_the_optimizer_steps_inside_backward(
+    clips: float | None, accumulation: int, tmp_path: Path
+) -> None:
+    found = []
+    for overlaps in (False, True):
+        model = build(Scheduled)
+        model.clips, model.overlaps = clips, overlaps
+        val = None if overlaps else clips
+        options = {"accumulate_grad_batches": accumulation, "max_epochs": 3, "max_steps": -1}
+        trainer = trainer_for(tmp_path, gradient_clip_val=val, **options)
+        trainer.fit(model)
+        if overlaps:
+            stats = trainer.optimizers[0].overlap
+            assert stats.num_steps == 3 * 4 // accumulation
+            assert bool(stats.num_overlapped) == (clips != 1e-3)
+        found.append(results(model))
+    assert found[0] == found[1]

@@ -200,3 +200,39 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
         plain, *others = (file.read_text() for file in files)
         assert len(plain.splitlines()) == 9
         assert others == [plain, plain]
+
+
+def step_inside_backward(max_norm: float | None, accumulation: int, *, overlaps: bool) -> list[str]:
+    """Train as `train` does, clipping inside of the step if that overlaps."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if overlaps:
+        handle = ebbtide.offload(model, weights=ebbtide.WeightPolicy())
+        optimizer = handle.overlap(optimizer, max_norm=max_norm, shadow_budget="1GiB")
+    wrapped, prepared, loader = accelerator.prepare(model, optimizer, DataLoader(X, batch_size=8))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5))
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(wrapped):
+            loss = (wrapped(batch) - batch).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and max_norm is not None and not overlaps:
+                accelerator.clip_grad_norm_(wrapped.parameters(), max_norm)
+            prepared.step()
+            scheduler.step()
+            prepared.zero_grad()
+        losses.append(loss.item().hex())
+    if overlaps:
+        assert optimizer.overlap.num_steps == len(losses) // accumulation
+        assert optimizer.overlap.num_overlapped == 0 or max_norm != 1e-3
+        assert optimizer.overlap.num_overlapped > 0 or max_norm == 1e-3
+    forget_accelerator()
+    return [*losses, weights_digest(model)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e6])
+def test_the_optimizer_steps_inside_backward(max_norm: float | None, accumulation: int) -> None:
+    plain = step_inside_backward(max_norm, accumulation, overlaps=False)
+    assert step_inside_backward(max_norm, accumulation, overlaps=True) == plain
