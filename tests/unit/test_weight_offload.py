@@ -702,7 +702,15 @@ def _train_with_autocast(model: nn.Module, optimizer: Any = None) -> list[Tensor
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("activations", [None, ActivationPolicy(min_bytes=64)])
+@pytest.mark.parametrize(
+    "activations",
+    [
+        None,
+        ActivationPolicy(min_bytes=64),
+        ActivationPolicy(min_bytes=64, mode="recompute"),
+        ActivationPolicy(min_bytes=64, mode="recompute+offload"),
+    ],
+)
 def test_masters_train_as_autocast_does(kind: str, activations: ActivationPolicy | None) -> None:
     def make() -> nn.Module:
         return Net(*[Block(kind) for _ in range(4)])
