@@ -148,7 +148,7 @@ def check_weights(seed: int, tally: Tally | None = None, kind: str = "host") -> 
 
 def _check(seed: int, kind: str) -> Counter[str]:
     draw = random.Random(seed)
-    plain, mine = _make(seed), _make(seed)
+    plain, mine = (_make(seed, masters=has_masters(seed)) for _ in range(2))
     device = SimulatedDevice(seed, eagerness=draw.choice((0.0, 0.1, 0.6)))
     device.pins_host_memory = True
     device.refusals = draw.choice((0.0, 0.5))
@@ -274,12 +274,16 @@ def _losses(net: Net, x: Tensor) -> list[Tensor]:
     return [net.eval()(x * number, order, ("", 0)) for number in (1, 2)]
 
 
-def _make(seed: int) -> Net:
+def has_masters(seed: int) -> bool:
+    """Whether the net of a seed trains under autocast, with masters on the host."""
+    return random.Random(f"{seed} masters").random() < 0.25
+
+
+def _make(seed: int, *, masters: bool = False) -> Net:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     count = draw.randint(2, 5)
     kinds = ["plain", "plain", "complex", "functional", "checkpoint", "twice", "borrows"]
-    masters = random.Random(f"{seed} masters").random() < 0.25
     if masters:  # not those whose gradients autocast's cache sums in bfloat16
         kinds = ["plain", "complex", "checkpoint"]
     tied = [(0, count - 1)] if draw.random() < 0.3 and not masters else []
