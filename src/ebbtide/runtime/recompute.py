@@ -174,6 +174,7 @@ class _Traits(NamedTuple):
         leaves_blank: whether the memory of its result has no values yet.
         leaves_gaps: whether parts of its smaller results may have no values.
         communicates: whether it exchanges data with other processes, behind torch's back.
+        completes: whether it waits for what a collective writes to its argument.
     """
 
     writes: tuple[int | str, ...]
@@ -183,6 +184,7 @@ class _Traits(NamedTuple):
     leaves_blank: bool
     leaves_gaps: bool
     communicates: bool
+    completes: bool
 
 
 _BLANK: Final = frozenset(
@@ -233,7 +235,8 @@ def _traits_of(function: Any) -> _Traits | None:
             if argument.is_out:
                 fills.add(argument.name)
     space = function.namespace
-    if name == "_c10d_functional::wait_tensor":
+    completes = name == "_c10d_functional::wait_tensor"
+    if completes:
         writes = [0]  # what a collective fills has its values only then
     return _Traits(
         tuple(writes),
@@ -243,6 +246,7 @@ def _traits_of(function: Any) -> _Traits | None:
         name in _BLANK,
         bool(_ATTENTION.search(name)),
         space == "c10d",
+        completes,
     )
 
 
@@ -724,6 +728,8 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         traits = _traits_of(func)
         if traits is None or traits.is_view:
             return func(*args, **kwargs)
+        if traits.completes and _address_of(args[0]) not in self._slots:
+            return func(*args, **kwargs)  # a collective from before the layer, not to be repeated
         if traits.communicates and not self._reason:
             self._reason = "exchanges data with other processes"
         if traits.leaves_blank:
