@@ -29,6 +29,7 @@ from ebbtide.tools.plan_tables import Study
 _STAGES: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
     "windows": ("_has_windows", lambda *_: False),
     "the programme's guide": ("_enter_guided", lambda *_: None),
+    "rules by hand": ("_enter_simple", lambda *_: None),
     "annealing": ("anneal", lambda *_: None),
     "whole numbers": ("_is_quick_in_whole_numbers", lambda *_: False),
 }

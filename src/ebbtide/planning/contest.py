@@ -17,7 +17,7 @@ from ebbtide.planning.prediction import (
     open_windows,
 )
 from ebbtide.planning.profile import StepProfile
-from ebbtide.planning.relaxation import Relaxation
+from ebbtide.planning.relaxation import Relaxation, Resting, nowhere
 
 BY_PASS: Final = -1
 """In the place of a bound on bytes in flight: each pass has what it has room for."""
@@ -27,42 +27,36 @@ _LARGER: Final = (0, 1, 2, 4)  # bounds on bytes in flight, in what the largest 
 
 @final
 class Choices:
-    """Which layers are recomputed, and what becomes of each piece of memory and of weights.
+    """Which layers are recomputed, and what becomes of each piece of memory.
 
     Args:
         recomputed: whether each layer is recomputed.
         decisions: what becomes of each piece, by its number in `StorageUses`. As the input of a
             recomputed layer, a piece that is rebuilt is kept.
         inflight_bytes: bound on the bytes in flight, or `BY_PASS`.
-        resting: whether each layer's weights rest on the host. Then, `BY_PASS` is a bound of 0.
     """
 
-    __slots__ = ("decisions", "inflight_bytes", "recomputed", "resting")
+    __slots__ = ("decisions", "inflight_bytes", "recomputed")
 
     def __init__(
-        self,
-        recomputed: list[bool],
-        decisions: list[Decision],
-        inflight_bytes: int,
-        resting: Sequence[bool],
+        self, recomputed: list[bool], decisions: list[Decision], inflight_bytes: int
     ) -> None:
         self.recomputed = recomputed
         self.decisions = decisions
         self.inflight_bytes = inflight_bytes
-        self.resting = list(resting)
 
     def copy(self) -> Choices:
         """Return choices that can be changed alone."""
-        recomputed, decisions = list(self.recomputed), list(self.decisions)
-        return Choices(recomputed, decisions, self.inflight_bytes, self.resting)
+        return Choices(list(self.recomputed), list(self.decisions), self.inflight_bytes)
 
-    def plan(self, uses: StorageUses) -> Plan:
+    def plan(self, uses: StorageUses, resting: Resting) -> Plan:
         """Return the plan that makes these choices. Its windows, if it has any, are closed.
 
         Args:
             uses: the memory that layers save.
+            resting: whose weights rest on the host.
         """
-        layers, resting = [], self.resting
+        layers = []
         for index, recomputed in enumerate(self.recomputed):
             source = uses.inputs[index]
             leaves = source is not None and self.decisions[source] is Decision.OFFLOAD
@@ -71,9 +65,9 @@ class Choices:
                 mode = LayerMode.RECOMPUTE_OFFLOAD if leaves else LayerMode.RECOMPUTE
             decisions = tuple(self.decisions[piece] for piece in uses.saves[index])
             layers.append(LayerPlan(mode=mode, decisions=decisions, weights_on_host=resting[index]))
-        if self.inflight_bytes == BY_PASS and not any(resting):
+        if self.inflight_bytes == BY_PASS:
             return Plan(layers=tuple(layers), windows=(0,) * (2 * len(layers) + 1))
-        return Plan(layers=tuple(layers), max_inflight_bytes=max(0, self.inflight_bytes))
+        return Plan(layers=tuple(layers), max_inflight_bytes=self.inflight_bytes)
 
 
 def choices_of(plan: Plan, uses: StorageUses) -> Choices:
@@ -92,9 +86,7 @@ def choices_of(plan: Plan, uses: StorageUses) -> Choices:
             if decisions[piece] is None:
                 decisions[piece] = decision
     known = [each or Decision.KEEP for each in decisions]
-    bound_bytes = BY_PASS if plan.windows else plan.max_inflight_bytes
-    resting = [layer.weights_on_host for layer in plan.layers]
-    return Choices(recomputed, known, bound_bytes, resting)
+    return Choices(recomputed, known, BY_PASS if plan.windows else plan.max_inflight_bytes)
 
 
 def inflight_choices(profile: StepProfile) -> tuple[int, ...]:
@@ -111,10 +103,8 @@ def inflight_choices(profile: StepProfile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(times * largest_bytes for times in _LARGER))
 
 
-def rounded(
-    relaxation: Relaxation, uses: StorageUses, inflight_bytes: int, resting: Sequence[bool]
-) -> Choices:
-    """Return choices near the fractions of a relaxation, with the weights of these layers at rest.
+def rounded(relaxation: Relaxation, uses: StorageUses, inflight_bytes: int) -> Choices:
+    """Return choices near the fractions of a relaxation.
 
     What rounding adds to one layer or takes from it is made good in the next ones, so that equal
     layers with a fraction of 0.4 become two of five, evenly spread.
@@ -139,7 +129,7 @@ def rounded(
             decisions[piece] = Decision.REBUILD
         elif leaving:
             decisions[piece] = Decision.OFFLOAD
-    return Choices(recomputed, decisions, inflight_bytes, resting)
+    return Choices(recomputed, decisions, inflight_bytes)
 
 
 def _spread(fractions: Sequence[float]) -> Iterator[bool]:
@@ -166,7 +156,7 @@ def offload_first(profile: StepProfile, count: int) -> Plan:
     return Plan(layers=offloaded.layers[:count] + kept.layers[count:])
 
 
-def with_weights(plan: Plan, resting: Sequence[bool]) -> Plan:
+def with_weights(plan: Plan, resting: Resting) -> Plan:
     """Return a plan that has the weights of these layers on the host."""
     pairs = zip(plan.layers, resting, strict=True)
     layers = (dataclasses.replace(layer, weights_on_host=rests) for layer, rests in pairs)
@@ -247,15 +237,15 @@ class Contest:
         profile: the step.
         predictor: predicts plans.
         budget: what plans may use.
+        resting: whose weights rest on the host; empty: nobody's.
         by_pass: whether each pass may have a window of its own. See [Note: windows].
-        weights: whether weights may rest on the host, or stay.
         limit_s: seconds after which no more plans should be predicted; None: there is no hurry.
 
     Attributes:
         profile: as given.
         predictor: as given.
         budget: as given.
-        weights: as given.
+        resting: the same, for each layer.
         bounds: the bounds on bytes in flight to choose from.
         uses: the memory that layers save.
         best: the best plan so far; None before the first.
@@ -266,23 +256,25 @@ class Contest:
         profile: StepProfile,
         predictor: Predictor,
         budget: PlanBudget,
+        resting: Resting = (),
         *,
         by_pass: bool = False,
-        weights: bool = False,
         limit_s: float | None = None,
     ) -> None:
         self.profile = profile
         self.budget = budget
         self.uses = StorageUses(profile)
-        self.weights = weights
-        self.bounds = (*inflight_choices(profile), *([BY_PASS] if by_pass else []))
+        self.resting = resting or nowhere(profile)
+        self.bounds = inflight_choices(profile)
+        if by_pass and not any(self.resting):
+            self.bounds = (*self.bounds, BY_PASS)
         self._ends_s = None if limit_s is None else time.monotonic() + limit_s
         self.best: Contestant | None = None
         self.predictor = predictor
 
     def enter(self, choices: Choices) -> Contestant:
         """Predict a plan; it becomes the best one if it beats that."""
-        plan = choices.plan(self.uses)
+        plan = choices.plan(self.uses, self.resting)
         prediction = self.predictor.predict(plan)
         if plan.windows:
             peaks, room_bytes = prediction.peak_by_position, self.budget.device_bytes
@@ -344,59 +336,47 @@ MOST_WORK: Final = 20_000
 """Number of layers that are looked at in all, over all predictions; it takes about a second."""
 
 
-class Change(NamedTuple):
-    """What is changed.
+Change = tuple[int | None, bool, tuple[tuple[int, Decision], ...], int | None]
+"""The layer to be recomputed or not, whether it is, the pieces' decisions, the bound in flight."""
 
-    Attributes:
-        recomputed: layers, and whether they are recomputed.
-        decisions: pieces of memory, and what becomes of them.
-        inflight_bytes: the bound on bytes in flight; None: it stays.
-        resting: layers, and whether their weights rest on the host.
-    """
 
-    recomputed: Sequence[tuple[int, bool]] = ()
-    decisions: Sequence[tuple[int, Decision]] = ()
-    inflight_bytes: int | None = None
-    resting: Sequence[tuple[int, bool]] = ()
-
-    def apply(self, choices: Choices) -> bool:
-        """Change choices; return whether that made a difference."""
-        before = choices.copy()
-        for index, again in self.recomputed:
-            choices.recomputed[index] = again
-        for piece, decision in self.decisions:
+def apply_change(change: Change, choices: Choices) -> bool:
+    """Change choices; return whether that made a difference."""
+    index, recomputed, decisions, bound_bytes = change
+    differs = False
+    if index is not None and choices.recomputed[index] != recomputed:
+        choices.recomputed[index] = recomputed
+        differs = True
+    for piece, decision in decisions:
+        if choices.decisions[piece] is not decision:
             choices.decisions[piece] = decision
-        if self.inflight_bytes is not None:
-            choices.inflight_bytes = self.inflight_bytes
-        for index, rests in self.resting:
-            choices.resting[index] = rests
-        return any(getattr(before, name) != getattr(choices, name) for name in Choices.__slots__)
+            differs = True
+    if bound_bytes is not None and choices.inflight_bytes != bound_bytes:
+        choices.inflight_bytes = bound_bytes
+        differs = True
+    return differs
 
 
 def changes(contest: Contest) -> Iterator[Change]:
-    """Yield the changes to try: of the bound, of weights, of whole layers, of single storages."""
+    """Yield the changes to try: of the bound, of whole layers, of single storages."""
     for bound_bytes in contest.bounds:
-        yield Change(inflight_bytes=bound_bytes)
-    for owned in contest.profile.weight_owners().values() if contest.weights else ():
-        for rests in (False, True):
-            yield Change(resting=[(index, rests) for index in owned])
+        yield None, False, (), bound_bytes
     uses = contest.uses
     for index, (pieces, source) in enumerate(zip(uses.saves, uses.inputs, strict=True)):
         for decision in (Decision.KEEP, Decision.OFFLOAD):
-            as_is = [(index, False)]
-            yield Change(as_is, [(piece, decision) for piece in pieces])
+            yield index, False, tuple((piece, decision) for piece in pieces), None
             if any(uses.memories[piece].sources for piece in pieces):
-                rebuilt = [
+                rebuilt = (
                     (piece, Decision.REBUILD if uses.memories[piece].sources else decision)
                     for piece in pieces
-                ]
-                yield Change(as_is, rebuilt)
+                )
+                yield index, False, tuple(rebuilt), None
             if contest.profile.layers[index].may_recompute:
-                yield Change([(index, True)], [] if source is None else [(source, decision)])
+                yield index, True, () if source is None else ((source, decision),), None
         for piece in pieces if len(pieces) > 1 else ():
             for decision in Decision:
                 if decision is not Decision.REBUILD or uses.memories[piece].sources:
-                    yield Change(as_is, [(piece, decision)])
+                    yield index, False, ((piece, decision),), None
 
 
 # ---- Takes back what a plan offloads without need ----

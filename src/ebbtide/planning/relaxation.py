@@ -159,7 +159,7 @@ def minimize(
 
 _MORE: Final = (0, 1, 2, 4)  # modules beyond the fewest, as copies need room that no bound knows of
 
-Resting = Sequence[bool]
+Resting = tuple[bool, ...]
 """For each layer of a step, whether its weights rest on the host."""
 
 

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
 from typing import Final
 
 from ebbtide.errors import BudgetError
@@ -17,14 +18,15 @@ from ebbtide.planning.contest import (
     Contest,
     Contestant,
     Score,
+    apply_change,
     busy_s,
     changes,
     choices_of,
     keep_all,
+    offload_first,
     rounded,
     rule_plans,
     spare,
-    with_weights,
 )
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
@@ -69,7 +71,7 @@ def anneal(contest: Contest) -> None:
             return
         temperature = _HOT * (_COLD / _HOT) ** (done / tries)
         changed, left = current.choices.copy(), left or choose.sample(known, len(known))
-        if not left.pop().apply(changed):
+        if not apply_change(left.pop(), changed):
             continue
         entered = contest.enter(changed)
         worse = badness(entered.score) - badness(current.score)
@@ -84,9 +86,9 @@ def anneal(contest: Contest) -> None:
 # programme knows less of memory than the prediction does, so it is solved again with a smaller
 # budget until the plan fits. On an accelerator, plans with windows instead of one bound in flight
 # are tried first. In steps of hundreds of layers most of the time goes into solving it, so the
-# fractions that gave the bound are rounded first. The plans that treat all layers alike take part
-# as well, so the result is never worse than the best of them. In steps that are not long, random
-# changes then improve the plan.
+# fractions that gave the bound are rounded first. The plans that people make by hand take part as
+# well, so the result is never worse than the best of those that were predicted. In steps that are
+# not long, random changes then improve the plan.
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
@@ -100,8 +102,11 @@ _PART_IF_LONGER: Final = 50  # and no more than this one for steps that are not 
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
+_SAME: Final = 1e-9  # difference of two steps that rounding of numbers may cause
 _SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick,
 _FEW: Final = 16  # and up to which that is so for equal layers, too
+_ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
+_SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
 
 def search(
@@ -131,32 +136,75 @@ def search(
         BudgetError: no plan was found within the budget.
         PolicyError: the profile or the budget is wrong.
     """
-    by_pass = _has_windows(profile, hardware)
-    contest = Contest(profile, predictor, budget, by_pass=by_pass, weights=weights, limit_s=limit_s)
-    bound_s, places = busy_s(profile), [nowhere(profile)]
-    free: Relaxation | None = None
+    begin_s, by_pass = time.monotonic(), _has_windows(profile, hardware)
+
+    def contest_of(resting: Resting, *, by_pass: bool = False) -> Contest:
+        left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.monotonic())
+        return Contest(profile, predictor, budget, resting, by_pass=by_pass, limit_s=left_s)
+
+    places = [nowhere(profile), everywhere(profile)] if weights else [nowhere(profile)]
+    ends = [contest_of(each, by_pass=by_pass) for each in places]
+    # With weights, the programme is solved once for each placement: in whole numbers that would
+    # take seconds.
+    whole = not weights or len(profile.layers) <= _FEW
+    bounded: list[tuple[Contest, Relaxation]] = []
+    bound_s = busy_s(profile)
     with contextlib.suppress(TimeoutError):  # then there are the plans made by hand
-        free = _relax(contest, hardware, None if weights else places[0])
-    if free is not None:  # otherwise a plan may fit still: a layer can need less than it saves
-        bound_s = free.bound_s
-        if weights:
-            places += resting_choices(profile, free.resting_bytes)
-    if weights:
-        places.append(everywhere(profile))
-    for resting in places:
-        _enter_rules(contest, resting)
-        if free is not None and weights:
-            bound_bytes = _ordered_bounds(contest, resting)[0]
-            contest.enter(rounded(free, contest.uses, bound_bytes, resting))
-    if free is not None:
-        _enter_plans(contest, hardware, free)
-        if not _is_long(profile) and not _is_close(contest, bound_s):
+        free = _relax(ends[0], hardware, None if weights else places[0], whole_layers=whole)
+        if free is not None:  # otherwise a plan may fit still: a layer can need less than it saves
+            bound_s = free.bound_s
+            if not weights:
+                bounded = [(ends[0], free)]
+            tried = resting_choices(profile, free.resting_bytes) if weights else ()
+            for contest in [*ends, *map(contest_of, tried)] if weights else ():
+                if contest.is_late:
+                    break
+                found = _relax(contest, hardware, contest.resting, whole_layers=whole)
+                if found is not None:
+                    bounded.append((contest, found))
+    best = _best_placement(bounded, hardware) or ends[-1]
+    if not best.has_fitting:
+        _enter_rules(best)
+        if not bounded:
+            _enter_simple(best)
+    if not best.has_fitting:
+        best.enter(_most_frugal(best).choices)
+    if not best.has_fitting:
+        raise _over(ends)
+    return _finished(best, bound_s)
+
+
+def _best_placement(
+    bounded: list[tuple[Contest, Relaxation]], hardware: Hardware
+) -> Contest | None:
+    """Return the contest with the fastest plan; None if no plan fits.
+
+    Args:
+        bounded: the contests, one for each placement of the weights, with their bounds.
+        hardware: the link.
+    """
+    for contest, _ in bounded:
+        _enter_rules(contest)
+    best_s, bound_s = float("inf"), 0.0
+    fitting: list[tuple[Contest, float]] = []
+    for contest, found in sorted(bounded, key=lambda each: each[1].bound_s):
+        # A plan is about as far from its bound as the best one is. Half of that is no hope.
+        if found.bound_s >= (bound_s + best_s) / 2:
+            break
+        if not contest.is_late:
+            _enter_plans(contest, hardware, found)
+        if contest.has_fitting:
+            fitting.append((contest, found.bound_s))
+        if contest.fitting_s < best_s:
+            best_s, bound_s = contest.fitting_s, found.bound_s
+    if not fitting:
+        return None
+    # The fastest may have been found with luck; the one with the least bound may still get there.
+    fastest = min(fitting, key=lambda each: each[0].fitting_s)
+    for contest, near_s in dict.fromkeys([fastest, fitting[0]]):
+        if not _is_long(contest.profile) and not _is_close(contest, near_s):
             anneal(contest)
-    if not contest.has_fitting:
-        contest.enter(_most_frugal(contest, places[-1]).choices)
-    if not contest.has_fitting:
-        raise _over(contest, places[-1])
-    return _finished(contest, bound_s)
+    return min((contest for contest, _ in fitting), key=lambda each: each.fitting_s)
 
 
 def _finished(contest: Contest, bound_s: float) -> Plan:
@@ -178,7 +226,9 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
     )
 
 
-def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Relaxation | None:
+def _relax(
+    contest: Contest, hardware: Hardware, resting: Resting | None, *, whole_layers: bool = True
+) -> Relaxation | None:
     """Solve the programme for a bound, from which a plan is rounded too if the step is long.
 
     In whole numbers it may take half of the time that is left; in fractions it takes little.
@@ -198,7 +248,7 @@ def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Rel
             limit_s=limit_s,
         )
 
-    if _is_quick_in_whole_numbers(contest.profile):
+    if whole_layers and _is_quick_in_whole_numbers(contest.profile):
         left_s = contest.left_s
         with contextlib.suppress(TimeoutError):
             return solve(whole=True, limit_s=None if left_s is None else left_s / 2)
@@ -223,26 +273,26 @@ def find_frugal(
     """
     by_pass = _has_windows(profile, hardware)
     nothing = PlanBudget(device_bytes=0, host_bytes=host_bytes)
-    contest = Contest(profile, predictor, nothing, by_pass=by_pass)
-    found = _most_frugal(contest, resting or nowhere(profile))
+    found = _most_frugal(Contest(profile, predictor, nothing, resting, by_pass=by_pass))
     step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
 
 
 def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> None:
-    """Enter plans that are rounded, with weights where the best one has them."""
-    assert contest.best is not None
-    bound_s, resting = relaxation.bound_s, contest.best.choices.resting
+    """Enter plans that are rounded, made by hand, or found layer by layer."""
+    bound_s = relaxation.bound_s
     if _is_long(contest.profile) and not _is_close(contest, bound_s):
         # To solve the programme once more takes as long as many predictions.
-        bound_bytes = _ordered_bounds(contest, resting)[0]
-        contest.enter(rounded(relaxation, contest.uses, bound_bytes, resting))
+        bound_bytes = _ordered_bounds(contest)[0]
+        contest.enter(rounded(relaxation, contest.uses, bound_bytes))
     if not _is_close(contest, bound_s) and not contest.is_late:
-        _enter_guided(contest, hardware, bound_s, resting)
+        _enter_guided(contest, hardware, bound_s)
+    if contest.fitting_s > bound_s * (1 + _SAME):
+        _enter_simple(contest)
 
 
 def _has_windows(profile: StepProfile, hardware: Hardware) -> bool:
-    """Whether plans have windows. See [Note: windows].
+    """Whether plans have windows. See [Note: windows] in `pass_windows`.
 
     On a CPU compute hardly waits for copies, and what is in flight is a small part of what the
     process occupies. In steps of many layers, hardly anything is in flight beside the rest.
@@ -279,29 +329,26 @@ def _is_close(contest: Contest, bound_s: float) -> bool:
     return contest.fitting_s <= bound_s * (1 + gap)
 
 
-def _enter_guided(
-    contest: Contest, hardware: Hardware, bound_s: float, resting: Sequence[bool]
-) -> None:
+def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
     """Enter plans that are rounded from the linear programme, for each bound on bytes in flight."""
     count = len(contest.profile.layers)
     enough = max(1, _ENOUGH_LAYERS // count)
     most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
     solved = 0
-    for inflight_bytes in _ordered_bounds(contest, resting):
+    for inflight_bytes in _ordered_bounds(contest):
         over_bytes = over_below_bytes = 0
         for _ in range(_GUIDES):
             is_near = count > _SHORT and contest.fitting_s <= bound_s * (1 + _NEAR)
             if solved >= (enough if is_near else most) or contest.is_late:
                 return
             try:
-                over = over_bytes, over_below_bytes
-                guide = _guide(contest, hardware, resting, inflight_bytes, over)
+                guide = _guide(contest, hardware, inflight_bytes, over_bytes, over_below_bytes)
             except TimeoutError:
                 return
             solved += 1
             if guide is None or guide.bound_s > contest.fitting_s:
                 break
-            entered = contest.enter(rounded(guide, contest.uses, inflight_bytes, resting))
+            entered = contest.enter(rounded(guide, contest.uses, inflight_bytes))
             excess_bytes = entered.score.excess_bytes
             if not excess_bytes:
                 break
@@ -312,22 +359,20 @@ def _enter_guided(
             return
 
 
-def _ordered_bounds(contest: Contest, resting: Sequence[bool]) -> list[int]:
+def _ordered_bounds(contest: Contest) -> list[int]:
     """Return the bounds on bytes in flight: the largest that takes little of the budget first."""
     part = _PART_IN_FLIGHT if len(contest.profile.layers) <= _SHORT else _PART_IF_LONGER
     little_bytes = (contest.budget.device_bytes - contest.profile.fixed_bytes) / part
     bounds = sorted(contest.bounds, key=lambda each: (each > little_bytes, -each))
-    if any(resting):
-        return [each for each in bounds if each != BY_PASS]
     return sorted(bounds, key=lambda each: each != BY_PASS)
 
 
 def _guide(
     contest: Contest,
     hardware: Hardware,
-    resting: Sequence[bool],
     inflight_bytes: int,
-    over: tuple[int, int],
+    over_bytes: int,
+    over_below_bytes: int,
 ) -> Relaxation | None:
     """Solve the programme with less memory than there is, and a slower link.
 
@@ -336,17 +381,16 @@ def _guide(
     Args:
         contest: has the budget.
         hardware: the link.
-        resting: whose weights rest on the host.
         inflight_bytes: bound on the bytes in flight, or `BY_PASS`.
-        over: device memory that plans of such programmes were over the budget, and the same in the
-            tier below.
+        over_bytes: device memory that plans of such programmes were over the budget.
+        over_below_bytes: the same in the tier below.
     """
-    device_bytes = contest.budget.device_bytes - max(0, inflight_bytes) - over[0]
+    device_bytes = contest.budget.device_bytes - max(0, inflight_bytes) - over_bytes
     if device_bytes <= 0:
         return None
     host_bytes = contest.budget.host_bytes
     if host_bytes is not None:
-        host_bytes = max(0, host_bytes - over[1])
+        host_bytes = max(0, host_bytes - over_below_bytes)
     smaller = PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)
     share = _LINK_SHARE if len(contest.profile.layers) > _SHORT else 1.0
     slower = dataclasses.replace(
@@ -360,49 +404,59 @@ def _guide(
         slower,
         smaller,
         None if inflight_bytes == BY_PASS else inflight_bytes,
-        resting=resting,
+        resting=contest.resting,
         whole_layers=_is_quick_in_whole_numbers(contest.profile),
         guides=True,
         limit_s=None if contest.left_s is None else max(contest.left_s, 0.1),
     )
 
 
-def _enter_rules(contest: Contest, resting: Resting) -> None:
+def _enter_simple(contest: Contest) -> None:
+    """Enter the plans that offload the first k layers."""
+    count = len(contest.profile.layers)
+    stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
+    _enter_by_hand(contest, (offload_first(contest.profile, k) for k in range(1, count, stride)))
+
+
+def _enter_rules(contest: Contest) -> None:
     """Enter the plans that treat all layers alike. They are few, and a late search has one."""
-    contest.enter(choices_of(with_weights(keep_all(contest.profile), resting), contest.uses))
-    for _, plan in rule_plans(contest.profile):
+    contest.enter(choices_of(keep_all(contest.profile), contest.uses))
+    _enter_by_hand(contest, (plan for _, plan in rule_plans(contest.profile)))
+
+
+def _enter_by_hand(contest: Contest, plans: Iterable[Plan]) -> None:
+    """Enter plans that people make by hand, until it is late."""
+    for plan in plans:
         if contest.is_late and contest.has_fitting:
             return
-        contest.enter_by_hand(choices_of(with_weights(plan, resting), contest.uses))
+        contest.enter_by_hand(choices_of(plan, contest.uses))
 
 
-def _most_frugal(contest: Contest, resting: Resting) -> Contestant:
-    """Return the plan that needs the least device memory of those that are looked at.
-
-    Args:
-        contest: has the step, and says what may be changed.
-        resting: whose weights rest on the host at first.
-    """
+def _most_frugal(contest: Contest) -> Contestant:
+    """Return the plan that needs the least device memory of those that are looked at."""
+    nothing = dataclasses.replace(contest.budget, device_bytes=0)
+    by_pass = BY_PASS in contest.bounds
     frugal = Contest(
         contest.profile,
         contest.predictor,
-        dataclasses.replace(contest.budget, device_bytes=0),
-        by_pass=BY_PASS in contest.bounds,
-        weights=contest.weights,
+        nothing,
+        contest.resting,
+        by_pass=by_pass,
         limit_s=contest.left_s,
     )
     for _, plan in rule_plans(contest.profile):
-        frugal.enter(choices_of(with_weights(plan, resting), contest.uses))
+        frugal.enter(choices_of(plan, contest.uses))
     anneal(frugal)
     assert frugal.best is not None
     return frugal.best
 
 
-def _over(contest: Contest, resting: Resting) -> BudgetError:
+def _over(contests: list[Contest]) -> BudgetError:
     """Return the error that names the smallest budget that a plan was found for."""
-    budget, best = contest.budget, _most_frugal(contest, resting)
+    budget = contests[0].budget
+    best = min((_most_frugal(contest) for contest in contests), key=lambda each: each.score)
     needed_bytes = best.prediction.peak_bytes
-    plain_s = busy_s(contest.profile)
+    plain_s = busy_s(contests[0].profile)
     price = best.prediction.step_s / plain_s - 1 if plain_s else 0.0
     message = (
         f"no plan fits into {format_size(budget.device_bytes)} of device memory; the smallest "
