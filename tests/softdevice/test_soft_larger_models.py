@@ -122,6 +122,15 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.detach().cpu().clone() for name, each in model.state_dict().items()}
 
 
+def leave_room(room_bytes: int) -> int:
+    """Have the device end this far beyond what it holds; return what it holds."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    held_bytes = torch.accelerator.memory_reserved()
+    softdevice.set_capacity(held_bytes + room_bytes)
+    return held_bytes
+
+
 @pytest.fixture(autouse=True)
 def _enough_afterwards() -> Iterator[None]:
     yield
@@ -143,10 +152,7 @@ def test_a_model_larger_than_the_device_trains(
     expected_values = values(plain)
     budget_bytes = int(share * sum(each.nbytes for each in plain.parameters()))
     del plain
-    gc.collect()
-    torch.accelerator.empty_cache()
-    held_bytes = torch.accelerator.memory_reserved()
-    softdevice.set_capacity(held_bytes + budget_bytes)
+    held_bytes = leave_room(budget_bytes)
     model = build(make)
     with ebbtide.offload(
         model, budget=held_bytes + budget_bytes, device=device, activations=SMALL
@@ -209,10 +215,7 @@ def test_masters_rest_within_a_budget(overlaps: bool, device: torch.device) -> N
     block_bytes = [sum(p.nbytes for p in block.parameters()) for block in plain.blocks]
     budget_bytes = int(sum(block_bytes) / 1.5)
     del plain
-    gc.collect()
-    torch.accelerator.empty_cache()
-    held_bytes = torch.accelerator.memory_reserved()
-    softdevice.set_capacity(held_bytes + budget_bytes)
+    held_bytes = leave_room(budget_bytes)
     model = build(GPT)
     weights = ebbtide.WeightPolicy(param_dtype=torch.bfloat16)
     with ebbtide.offload(
