@@ -43,9 +43,8 @@ class ActivationPolicy:
             step offloads, or three of its largest tensors.
         rebuild: whether to rebuild tensors that one cheap operation can compute from another saved
             tensor, such as a GELU's output from its input. Such a tensor is neither kept nor
-            offloaded; backward runs the operation again, which gives the same bits. Masks are
-            packed before they are offloaded. With ``num_layers=0`` nothing is offloaded, and
-            rebuilding is all that happens.
+            offloaded; backward runs the operation again, which gives the same bits. With
+            ``num_layers=0`` nothing is offloaded, and rebuilding is all that happens.
         mode: what is done with the layers that `num_layers`, `keep_last` and `fraction` choose.
             ``"offload"`` offloads what they save. ``"recompute"`` keeps only their inputs, on the
             device: backward runs their forward again (`torch.utils.checkpoint`), and nothing is

@@ -61,8 +61,8 @@ class Outcome:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that were not kept: offloaded, rebuilt, or saved by packing."""
-        names = ("offloaded_bytes", "rebuilt_bytes", "packed_bytes")
+        """Bytes that were not kept: offloaded, or rebuilt."""
+        names = ("offloaded_bytes", "rebuilt_bytes")
         return sum(int(self.stats.get(name, 0)) for name in names)
 
 
@@ -205,7 +205,7 @@ def _problems(plain: Outcome, offloaded: Outcome) -> list[str]:
     if offloaded.printed:
         return found  # the reason was printed
     if offloaded.moved_bytes == 0:
-        found.append("nothing was offloaded, rebuilt or packed, and no reason was printed")
+        found.append("nothing was offloaded or rebuilt, and no reason was printed")
     if offloaded.above_idle_bytes > LOWER * plain.above_idle_bytes:
         sizes = [outcome.above_idle_bytes // 2**20 for outcome in (plain, offloaded)]
         found.append(

@@ -335,12 +335,6 @@ def test_what_is_in_flight_is_lowered_where_it_is_set() -> None:
     assert {each.setting.split(":")[0] for each in planned.findings} == {"a smaller budget"}
 
 
-def test_what_packing_left_out_was_not_rebuilt() -> None:
-    stats = StepStats(num_saved=2, packed_bytes=7 * MIB, offloaded_bytes=MIB)
-    verdict = explain(dataclasses.replace(recorded(RUNNING=1), stats=stats)).verdict
-    assert "1.0 MiB offloaded, 7.0 MiB left out by packing left memory" in verdict
-
-
 def test_a_peak_without_a_cause_says_so() -> None:
     """A fifth each: no owner has a part that explains the peak, and KEPT is below its limit."""
     evidence = recorded(RUNNING=100, GRADIENTS=90, LEAVING=60, INPUTS=150)

@@ -32,8 +32,7 @@ class InspectedStorage:
         number: number of the storage among those that the layer's call saved, from 0. Layer and
             number together identify the storage in every step of the same model.
         size_bytes: size of the storage or view.
-        moved_bytes: number of bytes in each copy of it; less than `size_bytes` if the bytes are
-            packed, 0 if the storage is not copied.
+        moved_bytes: number of bytes in each copy of it; 0 if the storage is not copied.
         decision: ``"keep"``, ``"offload"`` or ``"rebuild"``.
         tier: tier that the bytes were offloaded to, ``"host"`` or ``"disk"``; ``"device"`` if they
             stayed, ``"-"`` if they were rebuilt.
@@ -214,7 +213,7 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         name="" if layer is None else layer.name,
         microbatch=record.microbatch,
         number=record.number,
-        size_bytes=record.unpacked_bytes,
+        size_bytes=record.size_bytes,
         moved_bytes=record.size_bytes if record.tier else 0,
         decision=record.decision.value,
         tier=record.tier or ("device" if record.decision.value == "keep" else "-"),

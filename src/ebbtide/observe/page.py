@@ -43,7 +43,6 @@ _FIGURES: Final[tuple[tuple[str, Callable[[RunRecord], _Number], Callable[[Any],
     ("Kept", _of_stats("kept_bytes"), format_size),
     ("Rebuilt", _of_stats("rebuilt_bytes"), format_size),
     ("Recomputed", _of_stats("recomputed_bytes"), format_size),
-    ("Left out by packing", _of_stats("packed_bytes"), format_size),
     ("Activations, at most", _of_stats("peak_device_bytes"), format_size),
 )
 

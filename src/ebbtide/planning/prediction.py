@@ -412,8 +412,8 @@ class StepTiming:
 
     Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
     a host that runs ahead and so sees copies complete late, copies of the step before that are
-    still under way when a step begins, the allocator's fragments, packing of masks, rounding of
-    page-locked memory, storages that are reloaded twice, weights that several layers share.
+    still under way when a step begins, the allocator's fragments, rounding of page-locked memory,
+    storages that are reloaded twice, weights that several layers share.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -25,6 +25,7 @@ from ebbtide.runtime.handles import (
     Call,
     Deaths,
     Decision,
+    Form,
     SmallTensors,
     StorageRecord,
     UnitRecords,
@@ -32,7 +33,6 @@ from ebbtide.runtime.handles import (
     bytes_of,
     empty_tensors,
     gather,
-    pack,
 )
 from ebbtide.runtime.record import DROPPED, REBUILT, AccessOrder, ForwardLog
 from ebbtide.runtime.stats import RecomputedLayer, subject
@@ -307,7 +307,7 @@ class Activations:
         self._offloads = transfers.offloads
         self._reloads = transfers.reloads
         # By the address of their storage, and by what they have of it; see `StorageRecord.form`.
-        self._records: dict[int, dict[Hashable, StorageRecord]] = {}
+        self._records: dict[int, dict[Form, StorageRecord]] = {}
         self._overlaps = False  # whether a backward was to come when the last step was ended
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
@@ -327,7 +327,7 @@ class Activations:
         # after a legal in-place change would get its old bytes in backward.
         return record if record is not None and record.version == version else None
 
-    def find_form(self, first: StorageRecord, form: Hashable) -> StorageRecord | None:
+    def find_form(self, first: StorageRecord, form: Form) -> StorageRecord | None:
         """Return a record that has these bytes of a storage, or all, and can be shared here.
 
         Where a schedule keeps the current layer on the device, a record that has left the device
@@ -362,7 +362,7 @@ class Activations:
         decision: Decision,
         *,
         call: Call | None = None,
-        form: Hashable = None,
+        form: Form = None,
     ) -> StorageRecord:
         """Record a storage: keep it, leave it out, or offload it now or when a schedule says so.
 
@@ -393,7 +393,6 @@ class Activations:
                 number,
                 decision,
                 log,
-                unpacked_bytes=size_bytes,
             )
             if scope.layer is None:
                 record.numbers = {scope.place: number}
@@ -475,25 +474,18 @@ class Activations:
         retains = waits = False
         if unit is not None and unit.followed:
             retains, waits = True, not unit.immediate
-        view, packs = record.view_size, record.form is torch.bool and not waits
-        if view is not None or packs:
-            source = record.source
-            assert source is not None
+        if record.view_size is not None:
+            assert record.source is not None
             current = self._device.compute_stream()
-            if not self._device.note_use(source, record.home, current) and record.unwritten:
+            if not self._device.note_use(record.source, record.home, current) and record.unwritten:
                 current.wait(record.home.record())  # it runs behind the operator that saved
                 record.home = current
-            if view is not None:
-                source = gather(tensor, view)
-                record.unpacked_bytes = source.numel()
-            else:
-                source, record.is_packed = pack(source), True
-            record.source, record.size_bytes = source, source.numel()
+            record.source = gather(tensor, record.view_size)
+            record.size_bytes = record.source.numel()
         if waits:
             self._offloads.retain(record)
         else:
             self._offloads.offload(record, retain=retains)
-            self._account.meter.packed_bytes += record.unpacked_bytes - record.size_bytes
 
     def _register(self, record: StorageRecord, scope: Scope) -> None:
         """Make a new record known, and count its first handle."""
@@ -588,8 +580,7 @@ class Activations:
         """
         layer = record.layer
         self.wanted_again.add((None if layer is None else layer.index, record.number))
-        copied = record.is_packed or record.view_size is not None
-        record.buffer_stays = record.buffer is not None and not copied
+        record.buffer_stays = record.buffer is not None and record.form is None
 
     def _note_task(self, log: ForwardLog) -> bool:
         """Note that autograd's running graph task reads saved tensors of a forward.

@@ -1,8 +1,7 @@
 """Handles, which autograd's graph holds instead of saved tensors, and the records that they share.
 
-First comes packing, which makes masks smaller before their offload. Then the handles,
-with the unpack hook and the holds by which their deaths are noted; then `StorageRecord`, the record
-of one storage.
+First come the handles, with the unpack hook and the holds by which their deaths are noted; then
+`StorageRecord`, the record of one storage.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn, final
@@ -41,15 +40,7 @@ from ebbtide.runtime.torch_internals import (
 )
 from ebbtide.schedule import Pass, Unit, Verb
 
-# ---- Packs masks without loss before their offload: each of their bytes becomes one bit
-
-_BITS = 8
-
-
-def is_mask(tensor: Tensor) -> bool:
-    """Whether a tensor is a mask, and not bytes of other values that are seen as one."""
-    whole = tensor if tensor._base is None else tensor._base
-    return tensor.dtype is torch.bool and whole.dtype is torch.bool
+# ---- The bytes of storages, and of views of them
 
 
 def bytes_of(storage: torch.UntypedStorage, no_bytes: Tensor) -> Tensor:
@@ -76,34 +67,6 @@ def gather(tensor: Tensor, size: tuple[int, ...]) -> Tensor:
     plain.set_(tensor.untyped_storage(), tensor.storage_offset(), size, tensor.stride())
     packed = plain.clone(memory_format=torch.contiguous_format)
     return packed.view(-1).view(torch.uint8)
-
-
-def pack(flat: Tensor) -> Tensor:
-    """Pack the bytes of a mask.
-
-    Shape:
-        flat: (size_bytes,), uint8.
-        Returns: (packed_bytes,), uint8.
-    """
-    rest = -flat.numel() % _BITS
-    if rest:
-        flat = torch.cat([flat, flat.new_zeros(rest)])
-    return (flat.ne(0).view(-1, _BITS) * _weights(flat)).sum(1, dtype=torch.uint8)
-
-
-def unpack(packed: Tensor, size_bytes: int) -> Tensor:
-    """Return the bytes of a mask as they were before `pack`.
-
-    Shape:
-        packed: (packed_bytes,), uint8.
-        Returns: (size_bytes,), uint8.
-    """
-    bits = (packed.unsqueeze(1) & _weights(packed)).ne(0)
-    return bits.view(-1)[:size_bytes].view(torch.uint8)
-
-
-def _weights(like: Tensor) -> Tensor:
-    return torch.tensor([1 << bit for bit in range(_BITS)], dtype=torch.uint8, device=like.device)
 
 
 # ---- Handles: what the pack hook leaves in autograd's graph and the unpack hook turns into tensors
@@ -356,6 +319,10 @@ class Call(NamedTuple):
             return self.recipe.rebuild(inputs, self.constants, self.dtype)
 
 
+Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int] | None
+"""Type, shape, strides and offset of a view that is gathered; None for a whole storage."""
+
+
 @final
 @dataclass(slots=True, eq=False, repr=False)
 class StorageRecord(Record):
@@ -372,14 +339,11 @@ class StorageRecord(Record):
             gathered from one storage all have the number of that storage.
         decision: whether the storage is kept, offloaded or rebuilt.
         forward: the log of the forward that saved it first.
-        unpacked_bytes: size of the storage or view; `size_bytes` is smaller if it is packed.
         identity: torch's weak reference to the source storage. While it exists, no other storage
             can have the same address, so a lookup by address finds this storage or nothing.
-        form: which bytes of the storage the record holds: None for all of them, `torch.bool` for
-            those of a mask, which only other masks can share if they are packed, else a tuple that
+        form: which bytes of the storage the record holds: None for all of them, else a tuple that
             identifies a gathered view.
         ordinal: number of the record in `forward`; -1 if it is not offloaded.
-        is_packed: whether source, slot and buffer have one bit for each byte of a mask.
         call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
         rebuilt_from: the records of the call's inputs, which are known when the call is gone, too.
         tier: tier that the bytes were offloaded to; empty if they were not.
@@ -399,11 +363,9 @@ class StorageRecord(Record):
     number: int
     decision: Decision
     forward: ForwardLog
-    unpacked_bytes: int
     identity: Any = field(default=None, init=False)
-    form: Hashable = field(default=None, init=False)
+    form: Form = field(default=None, init=False)
     ordinal: int = field(default=-1, init=False)
-    is_packed: bool = field(default=False, init=False)
     call: Call | None = field(default=None, init=False)
     rebuilt_from: tuple[StorageRecord, ...] = field(default=(), init=False)
     unit: UnitRecords | None = field(default=None, init=False)
@@ -428,7 +390,7 @@ class StorageRecord(Record):
     @property
     def view_size(self) -> tuple[int, ...] | None:
         """The shape of a gathered view; None for a whole storage."""
-        return self.form[1] if isinstance(self.form, tuple) else None
+        return None if self.form is None else self.form[1]
 
     @property
     def is_on_device(self) -> bool:
@@ -444,15 +406,6 @@ class StorageRecord(Record):
         if self.identity is not None:
             release_identity(self.identity)
             self.identity = None
-
-    def unpack(self, flat: Tensor) -> Tensor:
-        """Return the bytes of the storage or view, given the record's bytes, which may be packed.
-
-        Shape:
-            flat: (size_bytes,), uint8.
-            Returns: (unpacked_bytes,), uint8.
-        """
-        return unpack(flat, self.unpacked_bytes) if self.is_packed else flat
 
     def note_stored(self) -> None:
         if self.forward.in_backward:

@@ -89,10 +89,7 @@ class RecordedTensor(AbstractAway):
             record.saved_by = node.name()
         try:
             if record.decision is OFFLOAD:
-                flat = activations.bring_back(record)
-                if record.form is None:
-                    return self._tensor_in(flat.untyped_storage())
-                return self._tensor_of(flat)
+                return self._tensor_of(activations.bring_back(record))
             if record.call is None:
                 activations.note_backward(record.forward)
                 return self._probe
@@ -116,7 +113,7 @@ class RecordedTensor(AbstractAway):
     def _tensor_of(self, flat: Tensor) -> Tensor:
         record = self.record
         if record.view_size is None:
-            return self._tensor_in(record.unpack(flat).untyped_storage())
+            return self._tensor_in(flat.untyped_storage())
         return self._tensor_in(self._scatter(flat, record.view_size))
 
     def _scatter(self, flat: Tensor, view_size: tuple[int, ...]) -> torch.UntypedStorage:
@@ -375,7 +372,6 @@ class Placement:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
         may_rebuild: whether anything has been rebuilt, or may be.
-        packs: whether masks are packed before they leave.
         recomputes_layers: whether the policy recomputes layers.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
@@ -394,7 +390,7 @@ class Placement:
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
         self._refused = refused
         self._policy = policy
-        self.packs, self.recomputes_layers = policy.rebuild, policy.recomputes
+        self.recomputes_layers = policy.recomputes
         self.may_rebuild = False
         self._proven: dict[Hashable, bool] = {}  # whether a recipe has given the right bits
         self.follow(None)

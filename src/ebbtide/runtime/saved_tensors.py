@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -23,9 +23,9 @@ from ebbtide.runtime.handles import (
     KEEP,
     OFFLOAD,
     AbstractSaved,
+    Form,
     Saved,
     StorageRecord,
-    is_mask,
     is_of_checkpoint,
     pass_through,
     raise_modified,
@@ -338,8 +338,7 @@ class SavedTensorHooks:
         if self._has_looked or meter is None or not self._account.num_steps:
             return
         self._has_looked = True
-        left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes
-        left += meter.recomputed_bytes
+        left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.recomputed_bytes
         if left or not self._placement.wants_any:
             return
         if meter.parameter_bytes == meter.saved_bytes:
@@ -471,10 +470,10 @@ class SavedTensorHooks:
                 return pass_through(tensor)
             number = scope.number_storage(None)
             decision, call = self._placement.decide(scope, number, tensor, storage)
-        form: Hashable = None
+        form: Form = None
         if decision is OFFLOAD:
             if record is None or record.form is not None:  # else the first record has all bytes
-                form = self._find_form(tensor, storage)
+                form = _find_form(tensor, storage)
             if record is not None:
                 record = activations.find_form(record, form)
                 if record is None and scope.must_stay:
@@ -484,15 +483,6 @@ class SavedTensorHooks:
         else:
             record = activations.add(tensor, storage, scope, number, decision, call=call, form=form)
         return RecordedTensor(activations, record, tensor)
-
-    def _find_form(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
-        """Return which bytes of a storage are offloaded for a tensor; see `StorageRecord`."""
-        view = None
-        if not tensor.is_contiguous() or tensor.nbytes < storage.nbytes():
-            view = _find_view(tensor, storage)
-        if view is not None:
-            return tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
-        return torch.bool if self._placement.packs and is_mask(tensor) else None
 
     def _may_share(self, record: StorageRecord, tensor: torch.Tensor, scope: Scope) -> bool:
         """Whether a record of a tensor's storage has the bytes that the tensor has now."""
@@ -565,12 +555,14 @@ class SavedTensorHooks:
         return pass_through(tensor)
 
 
-def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, ...] | None:
-    """Return the shape to gather a view in, if its storage is not to be offloaded as a whole.
+def _find_form(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Form:
+    """Return which bytes of a storage are offloaded for a tensor; see `StorageRecord`.
 
-    The shape is that of the tensor, with broadcast dimensions of size 1. None means that the view
-    covers half of its storage or more.
+    A view is gathered in the shape of the tensor, with broadcast dimensions of size 1. If it covers
+    half of its storage or more, the storage is offloaded as a whole.
     """
+    if tensor.is_contiguous() and tensor.nbytes >= storage.nbytes():
+        return None
     size, stride = tensor.shape, tensor.stride()
     distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
     whole = tensor if tensor._base is None else tensor._base
@@ -580,7 +572,9 @@ def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int
     least_bytes = storage.nbytes() if whole.grad_fn is None else storage.nbytes() / 2
     if math.prod(distinct) * tensor.itemsize >= least_bytes:
         return None
-    return None if _may_overlap(distinct, stride) else distinct
+    if _may_overlap(distinct, stride):
+        return None
+    return tensor.dtype, distinct, stride, int(tensor.storage_offset())
 
 
 def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -42,7 +42,7 @@ class StepStats:
         saved_bytes: bytes that would move if each saved tensor were copied by itself; a storage
             that several saved tensors share counts several times.
         unique_bytes: bytes of the saved storages, each counted once, without parameters: kept_bytes
-            + offloaded_bytes + rebuilt_bytes + packed_bytes + recomputed_bytes.
+            + offloaded_bytes + rebuilt_bytes + recomputed_bytes.
         parameter_bytes: bytes of saved tensors that are a parameter or buffer, a view of one or its
             cast copy; in a pipeline also the input of a stage, which the stage keeps in any case.
         kept_bytes: unique bytes that stayed on the device.
@@ -52,8 +52,6 @@ class StepStats:
             again.
         recomputed_bytes: unique bytes that were neither kept nor offloaded, because backward runs
             the forward of their layer again. The layer's inputs are not among them.
-        packed_bytes: unique bytes that packing saved before the offload, such as seven eighths of a
-            mask.
         weight_reload_bytes: bytes of offloaded weights copied to the device, for forward and for
             backward.
         gradient_bytes: bytes of the gradients of offloaded weights that were copied to the host.
@@ -79,7 +77,6 @@ class StepStats:
     reloaded_bytes: int = 0
     rebuilt_bytes: int = 0
     recomputed_bytes: int = 0
-    packed_bytes: int = 0
     weight_reload_bytes: int = 0
     gradient_bytes: int = 0
     peak_device_bytes: int = 0
@@ -120,7 +117,6 @@ _WORDS: Final = {
     "reloaded_bytes": "came back for backward",
     "rebuilt_bytes": "were computed again in backward instead",
     "recomputed_bytes": "are of layers whose forward ran again in backward",
-    "packed_bytes": "were left out by packing masks",
     "weight_reload_bytes": "weights copied to the device",
     "gradient_bytes": "gradients of offloaded weights copied to the host",
     "peak_device_bytes": "most activations on the device at once",
@@ -173,7 +169,6 @@ def fates(stats: StepStats) -> dict[str, str]:
         "offload": (stats.offloaded_bytes, "offloaded"),
         "rebuild": (stats.rebuilt_bytes, "rebuilt"),
         "recompute": (stats.recomputed_bytes, "recomputed"),
-        "other": (stats.packed_bytes, "left out by packing"),
     }
     return {kind: f"{format_size(size)} {words}" for kind, (size, words) in parts.items() if size}
 
@@ -322,7 +317,7 @@ class Account:
         """
         before, last = self.last_meter, self.meter
         last.host_capacity_bytes = host_capacity_bytes
-        last.unique_bytes = last.kept_bytes + last.offloaded_bytes + last.packed_bytes
+        last.unique_bytes = last.kept_bytes + last.offloaded_bytes
         last.unique_bytes += last.rebuilt_bytes + last.recomputed_bytes
         self.last_meter, self.meter = last, StepMeter()
         if carries:
