@@ -255,9 +255,9 @@ class UNetOfLists(Part):
 class Experts(Part):
     """A transformer block whose perceptron is one of four experts, beside each other in it."""
 
-    def __init__(self, *, attends: bool, router: str = "gate", experts: str = "experts") -> None:
+    def __init__(self, *, attends: bool) -> None:
         super().__init__()
         if attends:
             self.attn = Attention()
-        self.add_module(router, nn.Linear(8, 4))
-        self.add_module(experts, nn.ModuleList(Mlp() for _ in range(4)))
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(Mlp() for _ in range(4))

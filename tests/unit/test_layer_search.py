@@ -150,12 +150,9 @@ def test_blocks_hide_the_linear_maps_in_and_around_them() -> None:
 
 
 @pytest.mark.parametrize("attends", [True, False])
-@pytest.mark.parametrize(
-    "named", [{}, {"experts": "choices", "router": "router"}, {"router": "x"}], ids=str
-)
-def test_experts_are_no_layers(attends: bool, named: dict[str, str]) -> None:
-    """By their name, or by a weight beside them that scores each."""
-    blocks = nn.ModuleList(Experts(attends=attends, **named) for _ in range(3))
+def test_experts_are_no_layers(attends: bool) -> None:
+    """By the name of their list."""
+    blocks = nn.ModuleList(Experts(attends=attends) for _ in range(3))
     assert find_layers(holding(layers=blocks)).names == [f"layers.{n}" for n in range(3)]
 
 

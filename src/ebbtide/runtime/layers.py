@@ -284,8 +284,6 @@ class LayerTracker:
 # ---- Finds the blocks of a model: the modules whose calls count as its layers by default ----
 
 _FAMILY: Final = 3  # attributes of one class, such as down1, down2, down3, that make a family
-_BODY: Final = 0.25  # share of a module's parameters, outside its blocks, that families must have
-_ENOUGH: Final = 0.1  # share of all candidates' parameters that blocks, or simpler modules, need
 
 _Named = tuple[str, nn.Module]
 
@@ -304,8 +302,7 @@ def find_layers(model: nn.Module) -> LayerModules:
       So is an element that chooses among experts.
     - A module whose forward takes an index and that holds several lists of one length (neuralop's
       `FNOBlocks`) is a block, and each call of it is a layer.
-    - Attributes of one class, such as a U-Net's ``down1``, ``down2`` and ``down3``, are blocks if
-      they make up a good part of the module that has them. So are those defined between them.
+    - Attributes of one class, such as a U-Net's ``down1``, ``down2`` and ``down3``, are blocks.
     - A module beside the blocks that is made of the same parts, such as a UNet's ``mid_block``, is
       a block.
 
@@ -361,16 +358,13 @@ class _Search:
     def run(self) -> LayerModules:
         self._visit("", self._model)
         in_lists = [block for block in self._blocks() if not self._found[block].alone]
-        for least in (_FAMILY,) if in_lists else (_FAMILY, 2):
-            for name, holder in self._holders:
-                self._add_families(name, holder, least)
+        for name, holder in self._holders:
+            self._add_families(name, holder, _FAMILY if in_lists else 2)
         if not self._found:
             for name, holder in self._holders:
                 self._add_numbered(name, holder)
-        # Blocks, or simpler modules, too, if blocks hold hardly any parameters.
-        blocks = self._blocks()
         # A set: a list would compare modules, and metrics of torchmetrics make a metric of `==`.
-        chosen = set(blocks if _size(blocks) >= _ENOUGH * _size(self._found) else self._found)
+        chosen = set(self._blocks() or self._found)
         modules = [module for module in self._model.modules() if module in chosen]
         found = [self._found[module] for module in modules]
         # One element in a list may be called several times, as in ALBERT; only a run would tell.
@@ -440,7 +434,7 @@ class _Search:
             return bool(self._repeated([element])) or any(map(self._recurs, element.children()))
         children = [("", element)] if _is_list(element) else _entries("", element)
         lists = [(name, child) for name, child in children if _is_list(child)]
-        if any(_is_choice(name, each, element) for name, each in lists):
+        if any(_is_choice(name) for name, _ in lists):
             return False
         repeated = self._repeated([each for _, each in lists])
         others = [child for _, child in children if not _is_list(child)]
@@ -504,7 +498,7 @@ class _Search:
         before = set(self._found)
         entries = _entries(name, module)
         for child_name, child in entries:
-            if _is_list(child) and not _is_named_choice(child_name):
+            if _is_list(child) and not _is_choice(child_name):
                 self._visit(child_name, child)
         blocks = [block for block in self._blocks() if block not in before]
         for child_name, child in entries:
@@ -516,7 +510,7 @@ class _Search:
                 self._visit(child_name, child)
 
     def _add_families(self, name: str, holder: nn.Module, least: int) -> None:
-        """Add attributes of one class, if they are a good part of a module without other blocks.
+        """Add attributes of one class of a module that has no other blocks.
 
         Args:
             name: name of the module.
@@ -537,18 +531,9 @@ class _Search:
         ]
         counts = Counter(class_of(child) for _, child in free)
         needed = {kind: _FAMILY if kind is nn.Sequential else least for kind in counts}
-        numbers = [
-            number
-            for number, (_, child) in enumerate(free)
-            if counts[class_of(child)] >= needed[class_of(child)]
-        ]
-        family = {free[number][1] for number in numbers}
-        others = known.intersection(holder.modules()).difference(*(m.modules() for m in family))
-        if not family or _size(family) < _BODY * (_size([holder]) - _size(others)):
-            return
-        for number, (child_name, child) in enumerate(free):
-            between = self._is_block(child) and numbers[0] < number < numbers[-1]
-            if child in family or between or self._is_like(child, family):
+        family = {child for _, child in free if counts[class_of(child)] >= needed[class_of(child)]}
+        for child_name, child in free:
+            if child in family or self._is_like(child, family):
                 for inside in child.modules():
                     self._found.pop(inside, None)
                 self._add(child_name, child)
@@ -596,28 +581,9 @@ def _is_callable(module: nn.Module) -> bool:
     return class_of(module).forward is not nn.Module.forward
 
 
-def _is_named_choice(name: str) -> bool:
+def _is_choice(name: str) -> bool:
+    """Whether a list holds experts, by its name."""
     return "expert" in name.rpartition(".")[2].lower()
-
-
-def _is_choice(name: str, elements: nn.Module, owner: nn.Module) -> bool:
-    """Whether a list holds experts: a weight beside the list gives each element a score."""
-    inside = set(elements.modules())
-    number = len(elements._modules)
-    beside = (module for module in owner.modules() if module not in inside)
-    return _is_named_choice(name) or any(_rows(module) == number for module in beside)
-
-
-def _rows(module: nn.Module) -> int:
-    """Number of rows of a module's weight; 0 if it has none that is a matrix."""
-    weight = module._parameters.get("weight")
-    is_matrix = weight is not None and not is_lazy(weight) and weight.dim() == 2
-    return weight.shape[0] if weight is not None and is_matrix else 0
-
-
-def _size(modules: Iterable[nn.Module]) -> int:
-    parameters = {id(p): p for module in modules for p in module.parameters()}
-    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in parameters.values())
 
 
 # ---- The modules that are the layers of a plan: blocks and what is beside them, or their parts

@@ -828,8 +828,8 @@ def _update_bytes(parameters: WeightBytes) -> int:
 #   recomputed are.
 #
 # Not modelled: workspaces inside operators, rounding by the allocator, what a fused optimizer
-# allocates, storages that are saved again after they were changed in place, recipes that do not give
-# the same bits here, views that are gathered before they are offloaded (their storage counts
+# allocates, storages that are saved again after they were changed in place, recipes that do not
+# give the same bits here, views that are gathered before they are offloaded (their storage counts
 # whole), layers inside a reentrant checkpoint or another `torch.autograd.Function`, whose backward
 # counts with what comes before it.
 
