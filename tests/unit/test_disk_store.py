@@ -78,13 +78,6 @@ def test_bytes_come_back_as_they_were(store: DiskStore, size_bytes: int) -> None
     assert store.capacity_bytes == max(pages * PAGE, GROWTH_BYTES)
 
 
-def test_read_ahead_changes_nothing(store: DiskStore) -> None:
-    source = random_bytes(5 * PAGE)
-    slot = offload(store, source.clone())
-    store.read_ahead(slot)
-    assert torch.equal(reload(store, slot), source)
-
-
 def test_each_finished_write_is_announced_after_its_event(store: DiskStore) -> None:
     reached: list[list[bool]] = []
     slots: list[Slot] = []
@@ -419,7 +412,6 @@ def test_a_store_that_is_only_dropped_ends_too(tmp_path: Path) -> None:
     store.on_progress = lambda: None
     slot = offload(store, random_bytes(PAGE))
     reload(store, slot)
-    store.read_ahead(slot)
     alive = weakref.ref(store)
     del store
     assert alive() is None

@@ -107,17 +107,6 @@ def test_an_order_over_other_records_is_forgotten() -> None:
     assert reloads(log) == [3, 2, 1, 0]
 
 
-def test_announcements_follow_the_reloads() -> None:
-    log = filled(5)
-    log.note_backward()
-    assert reloads(log, most=2) == [4, 3]
-    announced = []
-    while (record := log.next_announcement()) is not None:
-        announced.append(record.ordinal)
-        log.pass_announcement()
-    assert announced == [2, 1, 0]
-
-
 class CountingList(list):
     looked_at = 0
 

@@ -792,8 +792,6 @@ class Activations:
             record.source = None
         elif record.source is not None:
             self._offloads.stop_retaining(record)
-        if record.expected:
-            self._reloads.expect(record, False)
         record.move_to(DROPPED)
         record.release_identity()
         slot, record.slot = record.slot, None

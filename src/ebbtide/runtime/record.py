@@ -363,7 +363,6 @@ class Record:
             If one handle reads twice, another one has the bytes brought back again.
         buffer_stays: whether the buffer stays until the graph is freed, because a schedule reloaded
             it, or because a graph that a backward made (``create_graph=True``) holds it anyway.
-        expected: whether the store has been told that a reload will come.
         copies: pairs of ``"offload"`` or ``"reload"`` and the event of that copy's completion;
             empty unless steps are traced.
     """
@@ -379,7 +378,6 @@ class Record:
     ready: AbstractEvent | None = field(default=None, init=False)
     home: AbstractStream = field(init=False)
     awaited: bool = field(default=False, init=False)
-    expected: bool = field(default=False, init=False)
     buffer_stays: bool = field(default=False, init=False)
     handles: int = field(default=0, init=False)
     unread: int = field(default=0, init=False)
@@ -464,8 +462,8 @@ class ForwardLog:
     saved is reloaded twice. A wrong expectation costs time but never loses bytes: a record that is
     read earlier than expected is reloaded then.
 
-    Two positions in the order, one for reloads and one for announcements to the store, only move
-    forward past records that are done, so finding the next record does not search from the start.
+    A position in the order moves forward past records that are done, so finding the next record
+    does not search from the start.
 
     Args:
         learned: the order of the previous backward, or None.
@@ -497,7 +495,6 @@ class ForwardLog:
         self._log = AccessLog()
         self._saves: list[int] = []
         self._reloaded = 0  # records before this place: reloaded, or still on the device
-        self._announced = 0  # records before this place: announced to the store
 
     def note_settings(self, settings: KernelSettings) -> None:
         """Note what the kernels depend on now."""
@@ -558,35 +555,23 @@ class ForwardLog:
     def next_reload(self) -> Record | None:
         """Return the live record expected soonest in backward and not yet reloaded, if any."""
         log = self._log
-        place = self._reloaded if self._reloaded > log.place else log.place
-        if log.expected is None or place >= len(log.expected.items):
+        if log.expected is None:
             return None
-        self._reloaded, record = self._next_live(place)
+        ordinals = log.expected.items
+        place = self._reloaded if self._reloaded > log.place else log.place
+        while place < len(ordinals):
+            record = self.records[ordinals[place]]
+            if record is not None:
+                break
+            place += 1
+        else:
+            record = None
+        self._reloaded = place
         return record
 
     def pass_reload(self) -> None:
         """Move past the record that `next_reload` returned."""
         self._reloaded += 1
-
-    def next_announcement(self) -> Record | None:
-        """Return the live record expected soonest and not yet announced to the store, if any."""
-        place = max(self._announced, self._reloaded, self._log.place)
-        self._announced, record = self._next_live(place)
-        return record
-
-    def pass_announcement(self) -> None:
-        """Move past the record that `next_announcement` returned."""
-        self._announced += 1
-
-    def _next_live(self, place: int) -> tuple[int, Record | None]:
-        if self._log.expected is not None:
-            ordinals = self._log.expected.items
-            while place < len(ordinals):
-                record = self.records[ordinals[place]]
-                if record is not None:
-                    return place, record
-                place += 1
-        return place, None
 
     def learned(self) -> AccessOrder | None:
         """Return backward's order, for the next forward; None if there was no backward."""

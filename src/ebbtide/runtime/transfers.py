@@ -293,7 +293,6 @@ class Offloads:
 # ---- Copies up: buffers on the device for bytes that were reloaded or rebuilt ----
 
 _RELOADED = Owner.RELOADED  # looked up faster than a member of the enum
-_READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
 
 
 @final
@@ -330,7 +329,6 @@ class Reloads:
         self.buffered: dict[Record, None] = {}
         self.buffered_bytes = 0
         self.abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
-        self._expected_bytes = 0  # that the store has been told to expect
 
     def bound(self, bound_bytes: int) -> None:
         """Bound the bytes that are brought back ahead of their need; one buffer may be larger."""
@@ -384,8 +382,6 @@ class Reloads:
 
     def begin(self, record: Record) -> None:
         """Queue the reload of an activation and hold its buffer."""
-        if record.expected:
-            self.expect(record, False)
         self.start(record)
         self.hold(record)
 
@@ -430,7 +426,7 @@ class Reloads:
                     return
 
     def prefetch(self, log: ForwardLog) -> None:
-        """Reload what backward needs next as far as the bound allows, and announce what follows.
+        """Reload what backward needs next as far as the bound allows.
 
         Args:
             log: the log of the forward whose backward runs.
@@ -442,23 +438,6 @@ class Reloads:
                     break
                 self.begin(record)
             log.pass_reload()
-        if self._store.reads_ahead:
-            self._announce(log)
-
-    def expect(self, record: Record, expected: bool) -> None:
-        """Note whether the store has been told to expect a reload of this record."""
-        self._expected_bytes += (expected - record.expected) * record.size_bytes
-        record.expected = expected
-
-    def _announce(self, log: ForwardLog) -> None:
-        """Tell the store which reloads to expect, some way ahead."""
-        most_bytes = _READ_AHEAD * self.bound_bytes
-        while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
-            if record.state is STORED and not record.expected:
-                assert record.slot is not None
-                self.expect(record, True)
-                self._store.read_ahead(record.slot)
-            log.pass_announcement()
 
     def _fits(self, record: Record) -> bool:
         most_bytes = self._ahead_bytes + self._own_bytes

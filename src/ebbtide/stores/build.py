@@ -135,9 +135,6 @@ class TieredStore(AbstractStore):
     ) -> Landing:
         return self._of(slot).write(slot, offset_bytes, source, ready)
 
-    def read_ahead(self, slot: Slot) -> None:
-        self._of(slot).read_ahead(slot)
-
     def drop(self, slot: Slot) -> None:
         if isinstance(slot, RestingSlot):
             self._of(slot).drop(slot)

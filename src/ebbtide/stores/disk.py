@@ -71,10 +71,6 @@ class AbstractDiskStore(AbstractStore):
     def maps(self, tensor: torch.Tensor) -> bool:
         return self._mapped.contains(tensor)
 
-    def read_ahead(self, slot: Slot) -> None:
-        (file, _), extent = self._file_of(slot), slot.extent
-        self._reader.submit(lambda: file.read_ahead(extent))
-
     def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002
         assert isinstance(other, AbstractDiskStore)
         self._mapped.take_over(other._mapped)

@@ -78,10 +78,6 @@ class OpenFile:
                 raise OSError(errno.EIO, "a file of offloaded bytes ended early")
             view, offset_bytes = view[read:], offset_bytes + read
 
-    def read_ahead(self, extent: Extent) -> None:
-        """Tell the kernel that an extent will be read soon."""
-        os.posix_fadvise(self.fd, *extent, os.POSIX_FADV_WILLNEED)
-
     def reserve(self, extent: Extent) -> None:
         """Reserve the space on the disk of an extent, in which nothing has been written yet.
 

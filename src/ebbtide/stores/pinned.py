@@ -126,8 +126,6 @@ class PinnedStore(AbstractStore):
     # Long: activations and weights take their memory from the same budget, and when slabs change
     # depends on which of them are in use.
 
-    reads_ahead = False  # host memory is as near as it gets
-
     def __init__(
         self,
         device: AbstractDevice,
@@ -264,9 +262,6 @@ class PinnedStore(AbstractStore):
         # it. The copy would read memory that queued kernels have not written yet.
         copied = self._device.copy_down(target, source, ready)
         return Landing(copied, copied)
-
-    def read_ahead(self, slot: Slot) -> None:
-        """Nothing to prepare."""
 
     def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:
         assert isinstance(other, PinnedStore)

@@ -196,11 +196,9 @@ class AbstractStore(ABC):
     """Keeps bytes in host memory or on disk. Callers make sure that only one thread calls it.
 
     Attributes:
-        reads_ahead: whether `read_ahead` has an effect.
         on_progress: called after each finished write, by stores whose writes a worker thread does.
     """
 
-    reads_ahead: bool = True
     on_progress: Callable[[], None] | None = None
 
     @property
@@ -322,10 +320,6 @@ class AbstractStore(ABC):
         Shape:
             source: (size_bytes,), uint8.
         """
-
-    @abstractmethod
-    def read_ahead(self, slot: Slot) -> None:
-        """Read from disk ahead of an expected reload, without allocating device memory."""
 
     def note_freed(self, size_bytes: int) -> None:  # noqa: B027  # only some return memory
         """Note that bytes that stayed on the device were freed there.

@@ -717,7 +717,7 @@ class WeightGroup(Record):
         self._store = store
         self.state, self.slot, self.is_stale = STORED, self.slots[-1], True
         self.source = self.offloaded = self.buffer = self.ready = None
-        self.awaited = self.expected = self.buffer_stays = self.used_elsewhere = False
+        self.awaited = self.buffer_stays = self.used_elsewhere = False
         self.open = self.unread = 0
 
     def note_loaded(self) -> None:
