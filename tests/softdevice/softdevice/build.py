@@ -34,8 +34,9 @@ def build() -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide/softdevice"
     compiler = _compiler()
-    includes = [f"-I{folder}" for folder in cpp_extension.include_paths()]
-    links = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    # Resolved, so that checkouts that share an environment by a link share what is compiled.
+    includes = [f"-I{Path(folder).resolve()}" for folder in cpp_extension.include_paths()]
+    links = [f"-L{Path(folder).resolve()}" for folder in cpp_extension.library_paths()]
     about = (compiler, torch.__version__, sys.version, *FLAGS, *LIBRARIES, *includes, *links)
     headers = sorted(SOURCES.glob("*.h"))
     # Each file by itself, so that a change to one of them compiles that one.
