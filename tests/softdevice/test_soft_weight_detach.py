@@ -284,3 +284,31 @@ def test_offload_and_detach_inside_autocast(device: torch.device) -> None:
     )
     expected = gradients(plain, lambda: None, lambda: None)
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_an_optimizer_goes_on_after_detach(
+    device: torch.device, param_dtype: torch.dtype | None, overlaps: bool
+) -> None:
+    x = torch.randn(8, WIDTH, device=device)
+
+    def train(model: nn.Module, *, offloads: bool) -> list[Tensor]:
+        policy = ebbtide.WeightPolicy(min_bytes=1, param_dtype=param_dtype)
+        handle = ebbtide.offload(model, weights=policy) if offloads else None
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if handle is not None and overlaps:
+            optimizer = handle.overlap(optimizer)
+        for step in range(4):
+            if step == 2 and handle is not None:
+                handle.detach()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach().cpu() for each in model.parameters()]
+
+    expected = train(_model(_Block, device), offloads=False)
+    got = train(_model(_Block, device), offloads=True)
+    assert all(map(torch.equal, expected, got))

@@ -154,8 +154,7 @@ class ModelWeights:
         home, brings = transfers.device.torch_device, origin is not None
         move(model, home, but=self._resting, buffers=brings)
         if home.type != "cpu":  # in files, the state follows in the optimizer's step
-            for optimizer in list(self._optimizers):
-                bring_state(optimizer, set(model.parameters()))
+            self._bring_states(model)
 
     def sizes(self) -> dict[str, WeightBytes]:
         """Return what the weights at rest occupy, by the name of the first layer that has them."""
@@ -209,12 +208,17 @@ class ModelWeights:
         return [each for state in states for each in state if isinstance(each, Tensor)]
 
     def detach(self) -> None:
-        """Move all weights to where the model was brought from, or to the device it computes on."""
+        """Move all weights to where the model was brought from, or to the device it computes on.
+
+        The state of the optimizers that have stepped goes with them.
+        """
         self._watch.remove()
         self._end_resting(self._origin)
         model = self._model()
-        if model is not None and self._origin is not None:
-            move(model, self._origin)
+        if model is not None:
+            if self._origin is not None:
+                move(model, self._origin)
+            self._bring_states(model)
 
     @property
     def _resting(self) -> Container[nn.Parameter]:
@@ -225,6 +229,10 @@ class ModelWeights:
         if hooks is not None:
             hooks.detach(to)
             self._engine.rest(None)
+
+    def _bring_states(self, model: nn.Module) -> None:
+        for optimizer in list(self._optimizers):
+            bring_state(optimizer, set(model.parameters()))
 
     def _bring_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Bring the state of the weights on the device; that of the others follows by itself."""
