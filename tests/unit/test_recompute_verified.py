@@ -75,6 +75,46 @@ def refused(
     assert stats.offloaded_bytes > 0
 
 
+# ---- operators that torch computes otherwise where something watches them ------------------------
+
+
+class Inverse(Block):
+    """Inverts a complex matrix: the kernel conjugates lazily within itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sin()
+        inverse = torch.linalg.pinv(torch.complex(y[:8, :8], y[:8, 8:16]))
+        return y + torch.view_as_real(inverse).mean()
+
+
+class Bilinear(Block):
+    """Within the operator, and not before it, autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Bilinear(WIDTH, 4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pairs(x, self.linear(x)[:, :4].float()).sin()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_that_conjugate_within_themselves(mode: str) -> None:
+    recomputed(build(Inverse), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operators_in_which_autocast_casts(mode: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, inputs)
+        value.backward()
+        return value
+
+    recomputed(build(Bilinear), mode)
+    refused(build(Bilinear), "gives other values", mode, backward=backward)
+
+
 # ---- what a forward finds and leaves behind ------------------------------------------------------
 
 

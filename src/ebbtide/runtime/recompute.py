@@ -53,6 +53,7 @@ from ebbtide.runtime.torch_internals import (
     Operator,
     OwnMode,
     aside,
+    compute_as_without_modes,
     has_dispatch_modes,
     identity_of,
     is_written_down,
@@ -175,6 +176,7 @@ class _Traits(NamedTuple):
         leaves_gaps: whether parts of its smaller results may have no values.
         communicates: whether it exchanges data with other processes, behind torch's back.
         completes: whether it waits for what a collective writes to its argument.
+        casts_inside: whether autocast casts what its kernel calls, and not its arguments.
     """
 
     writes: tuple[int | str, ...]
@@ -185,6 +187,7 @@ class _Traits(NamedTuple):
     leaves_gaps: bool
     communicates: bool
     completes: bool
+    casts_inside: bool
 
 
 _BLANK: Final = frozenset(
@@ -205,6 +208,9 @@ _UNSAID_WRITES: Final[dict[str, tuple[int, ...]]] = {
     "aten::batch_norm_gather_stats": (3, 4),
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
+
+# Of all operators that torch tests with samples, the only ones.
+_CASTS_INSIDE: Final = frozenset({"aten::_trilinear", "aten::linalg_pinv"})
 
 # Without dropout, attentions leave the seed and the offset of the random numbers unfilled, and one
 # of them pads the sums of its softmax. They follow from what is compared.
@@ -247,6 +253,7 @@ def _traits_of(function: Any) -> _Traits | None:
         bool(_ATTENTION.search(name)),
         space == "c10d",
         completes,
+        name in _CASTS_INSIDE,
     )
 
 
@@ -726,6 +733,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if types and any(map(_is_wrapper, types)):
             return NotImplemented  # the operations on what a tensor subclass consists of come here
         traits = _traits_of(func)
+        compute_as_without_modes(casts=traits is not None and traits.casts_inside)
         if traits is None or traits.is_view:
             return func(*args, **kwargs)
         if traits.completes and _address_of(args[0]) not in self._slots:

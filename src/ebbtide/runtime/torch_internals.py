@@ -212,6 +212,34 @@ def pop_mode(mode: OwnMode) -> None:
         _push(each)
 
 
+_is_excluded: Final[Any] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded: Final[Any] = torch._C._dispatch_tls_set_dispatch_key_excluded
+_as_called: Final[Any] = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
+_RESOLVE: Final = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+_CAST: Final = tuple(
+    key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")
+)
+
+
+def compute_as_without_modes(*, casts: bool) -> None:
+    """Let the operator that a mode calls compute what it computes where no mode is.
+
+    For the beginning of a mode's `__torch_dispatch__`; when that returns, torch puts back what it
+    had. torch (2.11 to 2.15) calls a mode with those dispatch keys excluded that resolve lazily
+    conjugated and negated tensors, and those that cast. A kernel that makes such tensors, as that
+    of a complex `linalg.pinv` does, would give wrong values without a word.
+
+    Args:
+        casts: whether autocast casts inside of the operator, if it is on.
+    """
+    keys = [*_RESOLVE]
+    if casts:
+        with _as_called():
+            keys += [key for key in _CAST if not _is_excluded(key)]
+    for key in keys:
+        _set_excluded(key, False)
+
+
 def drop_own_modes() -> None:
     """Take the modes of this package from the calling thread, which an interrupt has left there."""
     while (count := count_dispatch_modes()) and isinstance(
