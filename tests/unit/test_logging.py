@@ -135,31 +135,6 @@ def test_other_hooks_are_said_once_for_each_model() -> None:
     assert [str(each.message).count("[ebbtide: other-hooks]") for each in caught] == [1, 1]
 
 
-def test_a_forward_of_another_length_is_said_once() -> None:
-    """A model that calls two or three of its blocks, of which four are wanted."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
-            for block in self.blocks[:depth]:
-                x = block(x)
-            return x
-
-    net = Net()
-    policy = ebbtide.ActivationPolicy(num_layers=4, min_bytes=1)
-    with (
-        ebbtide.offload(net, activations=policy, layers=["blocks.?"]),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        for depth in (2, 3, 2, 3):
-            net(torch.randn(4, 8), depth).sum().backward()
-    assert len([each for each in caught if "fewer-layers" in str(each.message)]) == 1
-
-
 def test_layers_that_are_not_recomputed_are_one_warning() -> None:
     net = model()
     policy = ebbtide.ActivationPolicy(mode="recompute", min_bytes=1)

@@ -163,13 +163,10 @@ class LayerTracker:
         self._recomputes = engine.policy.recomputes
         self._modules = [weakref.ref(module) for module in layers.modules]
         self._names = list(layers.names)
-        self._wanted = engine.policy.num_layers or 0
-        self._num_calls = layers.num_calls
         self._hooked: list[HookedLayer] = []
         self.others: list[HookedLayer] = []
         self.warned = warned
-        self._is_short = False  # whether the user knows that a forward has fewer layers than wanted
-        self._order: list[str] = []  # and of the last one that was completed
+        self._order: list[str] = []  # names of the layers of the last completed forward
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -242,17 +239,6 @@ class LayerTracker:
                 "all its saved tensors at once, compile its layers one by one instead; if not, "
                 "name modules that it calls: layers=[...]",
             )
-        wanted = self._wanted
-        if wanted > num_calls and self._num_calls != num_calls and not self._is_short:
-            self._is_short = True
-            warn_user(
-                "fewer-layers",
-                f"num_layers={wanted}, but this forward called only {num_calls} layers "
-                f"({', '.join(self._names[:3])}, ...); all of them are offloaded. Name the "
-                f"layers with layers=..., or ask for fewer",
-                UserWarning,
-            )
-        self._num_calls = num_calls
 
     def _begin_layer(self, name: str, inputs: Any) -> None:
         forward = self.forward

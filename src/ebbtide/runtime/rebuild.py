@@ -372,7 +372,6 @@ class Placement:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
         may_rebuild: whether anything has been rebuilt, or may be.
-        recomputes_layers: whether the policy recomputes layers.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
     """
@@ -390,7 +389,6 @@ class Placement:
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
         self._refused = refused
         self._policy = policy
-        self.recomputes_layers = policy.recomputes
         self.may_rebuild = False
         self._proven: dict[Hashable, bool] = {}  # whether a recipe has given the right bits
         self.follow(None)

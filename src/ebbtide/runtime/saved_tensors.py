@@ -305,7 +305,7 @@ class SavedTensorHooks:
             )
 
     def _warn_if_nothing_left(self) -> None:
-        """Say after the first step why it has offloaded nothing, if so."""
+        """Say after the first step that it has offloaded nothing, if so."""
         meter = self._account.last_meter
         if self._has_looked or meter is None or not self._account.num_steps:
             return
@@ -313,30 +313,14 @@ class SavedTensorHooks:
         left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.recomputed_bytes
         if left or not self._placement.wants_any:
             return
-        if meter.parameter_bytes == meter.saved_bytes:
-            why = (
-                "all that autograd saved are parameters, buffers, or casts of them, which "
-                "weights=ebbtide.WeightPolicy() offloads"
-            )
-        elif self._placement.recomputes_layers:
-            why = (
-                "the layers that it recomputes save nothing but their inputs; name larger ones "
-                "with layers=[...]"
-            )
-        elif self._placement.min_bytes > 1:
-            why = (
-                f"none of the {meter.num_saved} tensors that autograd saved is in a chosen layer "
-                f"and has {format_size(self._placement.min_bytes)} or more; lower it with "
-                f"ActivationPolicy(min_bytes=...)"
-            )
-        else:
-            why = (
-                "none of the tensors that autograd saved is in a chosen layer; choose others with "
-                "layers=[...] or ActivationPolicy(num_layers=...)"
-            )
         warn_user(
             "nothing-offloaded",
-            f"ebbtide offloaded nothing in this model's first training step: {why}",
+            f"ebbtide offloaded nothing in this model's first training step: of the "
+            f"{meter.num_saved} tensors that autograd saved, {format_size(meter.parameter_bytes)} "
+            f"are parameters, and none of the others is in a chosen layer, has "
+            f"{format_size(self._placement.min_bytes)} or more, and is no input of a layer that is "
+            f"recomputed. Lower ActivationPolicy(min_bytes=...), choose other or larger layers "
+            f"with layers=[...], or offload parameters with weights=ebbtide.WeightPolicy()",
         )
 
     def note_values(self, owner: Owner, values: Any) -> None:
