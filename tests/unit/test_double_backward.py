@@ -17,7 +17,6 @@ from plainly import (
     on_simulated_device,
     training,
 )
-from saying import warned
 
 POLICY = ActivationPolicy(min_bytes=1, rebuild=False)
 ROWS = 256
@@ -50,7 +49,6 @@ def train(model: nn.Module, steps: int, handle: ebbtide.OffloadHandle | None) ->
     return losses
 
 
-@pytest.mark.filterwarnings("ignore:a backward with create_graph")
 def test_the_numbers_are_the_same_and_steps_end() -> None:
     expected = train(build(), 5, None)
     model = build()
@@ -58,7 +56,6 @@ def test_the_numbers_are_the_same_and_steps_end() -> None:
         assert train(model, 5, handle) == expected
 
 
-@pytest.mark.filterwarnings("ignore:a backward with create_graph")
 def test_what_a_second_backward_needs_is_kept_from_the_next_step_on() -> None:
     model = build()
     with ebbtide.offload(model, activations=POLICY) as handle:
@@ -66,15 +63,6 @@ def test_what_a_second_backward_needs_is_kept_from_the_next_step_on() -> None:
         stats = handle.stats
     assert stats.kept_bytes > 0
     assert stats.offloaded_bytes < stats.kept_bytes / 10, "only what the first backward never read"
-
-
-def test_it_says_so_once() -> None:
-    model = build()
-    said_once = warned("double-backward")
-    with ebbtide.offload(model, activations=POLICY) as handle, said_once as said:
-        train(model, 4, handle)
-    assert len(said) == 1
-    assert said[0].filename == __file__
 
 
 def test_a_step_is_both_forwards_of_one_loss() -> None:

@@ -91,14 +91,14 @@ def test_an_order_is_learned_once() -> None:
     first = filled(3)
     for ordinal in (1, 2, 2, 0):
         first.note_unpack(ordinal)
-    learned = first.learned()
+    learned = first.learned(3)
     assert learned is not None
     assert learned.items == [1, 2, 0]
     second = filled(3, learned)
     for ordinal in (1, 2, 0):
         second.note_unpack(ordinal)
-    assert second.learned() is learned
-    assert filled(3, learned).learned() is None, "there was no backward"
+    assert second.learned(3) is learned
+    assert filled(3, learned).learned(3) is None, "there was no backward"
 
 
 def test_an_order_over_other_records_is_forgotten() -> None:
@@ -162,5 +162,5 @@ def test_backwards_through_a_retained_graph_leave_nothing_behind(
         # One graph is alive, whose records were all read by the last backward.
         assert len(activations._ended) <= 10
         logs = {id(record.forward): record.forward for record in activations.alive()}
-        assert [len(log._log.uses) for log in logs.values()] == [50]
+        assert [len(log.uses) for log in logs.values()] == [50]
         loss.backward()

@@ -808,7 +808,7 @@ class Activations:
             log = record.forward
             log.remove(record.ordinal)
             if not log.live:
-                self.scopes.learned = log.learned() or self.scopes.learned
+                self.scopes.learned = log.learned(len(log.records)) or self.scopes.learned
 
     def _unlink(self, record: StorageRecord) -> None:
         """Remove a record from those that `find` returns."""

@@ -136,13 +136,11 @@ class ScheduleExecutor:
         if skips or not forwards.issubset(each.unit for each in backwards):
             self.abandon()
 
-    def begin_backward(
-        self, records: UnitRecords, direction: Direction = Direction.BACKWARD
-    ) -> None:
+    def begin_backward(self, records: UnitRecords) -> None:
         """Note that the backward of a unit begins, and perform the actions anchored at it."""
         with self._transfers, self._gate:
             self.activations.note_deaths()
-            self.begin(records.run, Pass(direction, records.unit))
+            self.begin(records.run, Pass(Direction.BACKWARD, records.unit))
 
     def begin_backward_of(self, unit: Unit, direction: Direction) -> None:
         """Note that the backward of a unit of the current run begins."""

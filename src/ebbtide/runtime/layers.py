@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -302,21 +301,6 @@ def find_layers(model: nn.Module) -> LayerModules:
     return _Search(model).run()
 
 
-@dataclass
-class _Candidate:
-    """A module that may be a layer.
-
-    Attributes:
-        name: qualified name.
-        num_calls: number of its calls in a forward.
-        alone: whether it is the only block of its class in its list.
-    """
-
-    name: str
-    num_calls: int
-    alone: bool
-
-
 @final
 class _Search:
     """Collects candidates from the top of a model down, and then selects among them.
@@ -329,7 +313,11 @@ class _Search:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._counts: dict[nn.Module, int] = {}
-        self._found: dict[nn.Module, _Candidate] = {}
+        # The candidates by name, their calls in a forward, and those that are the only block of
+        # their class in their list.
+        self._found: dict[nn.Module, str] = {}
+        self._num_calls = Counter[nn.Module]()
+        self._alone: set[nn.Module] = set()
         self._visited: set[nn.Module] = set()
         self._stages: set[nn.Module] = set()
         self._holders: list[_Named] = []  # modules, other than lists, that are no blocks themselves
@@ -343,7 +331,7 @@ class _Search:
 
     def run(self) -> LayerModules:
         self._visit("", self._model)
-        in_lists = [block for block in self._blocks() if not self._found[block].alone]
+        in_lists = not self._alone.issuperset(self._blocks())
         for name, holder in self._holders:
             self._add_families(name, holder, _FAMILY if in_lists else 2)
         if not self._found:
@@ -352,11 +340,11 @@ class _Search:
         # A set: a list would compare modules, and metrics of torchmetrics make a metric of `==`.
         chosen = set(self._blocks() or self._found)
         modules = [module for module in self._model.modules() if module in chosen]
-        found = [self._found[module] for module in modules]
+        num_calls = sum(self._num_calls[module] for module in modules)
         # One element in a list may be called several times, as in ALBERT; only a run would tell.
-        lone = len(found) == 1 and found[0].num_calls == 1
-        num_calls = None if lone else sum(each.num_calls for each in found)
-        return LayerModules(zip([each.name for each in found], modules, strict=True), num_calls)
+        lone = len(modules) == num_calls == 1
+        named = [(self._found[module], module) for module in modules]
+        return LayerModules(named, None if lone else num_calls)
 
     # ---- what a module is made of -------------------------------------------------------------
 
@@ -506,14 +494,13 @@ class _Search:
         known = set(self._blocks())
         if any(holder in block.modules() for block in known):
             return
-        alone = {block for block in known if self._found[block].alone}
         free = [
             (child_name, child)
             for child_name, child in _entries(name, holder)
             if _is_callable(child)
             and self._count(child)
             and not self._is_leaf(child)
-            and (known if _is_list(child) else known - alone).isdisjoint(child.modules())
+            and (known if _is_list(child) else known - self._alone).isdisjoint(child.modules())
         ]
         counts = Counter(class_of(child) for _, child in free)
         needed = {kind: _FAMILY if kind is nn.Sequential else least for kind in counts}
@@ -522,6 +509,8 @@ class _Search:
             if child in family or self._is_like(child, family):
                 for inside in child.modules():
                     self._found.pop(inside, None)
+                    self._num_calls.pop(inside, None)
+                    self._alone.discard(inside)
                 self._add(child_name, child)
 
     def _add_numbered(self, name: str, holder: nn.Module) -> None:
@@ -538,10 +527,10 @@ class _Search:
                 self._add(child_name, child)
 
     def _add(self, name: str, module: nn.Module, num_calls: int = 1, alone: bool = False) -> None:
-        if module in self._found:
-            self._found[module].num_calls += num_calls
-        else:
-            self._found[module] = _Candidate(name, num_calls, alone)
+        if alone and module not in self._found:
+            self._alone.add(module)
+        self._found.setdefault(module, name)
+        self._num_calls[module] += num_calls
 
     def _blocks(self) -> list[nn.Module]:
         return [module for module in self._found if self._is_block(module)]

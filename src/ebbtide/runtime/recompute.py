@@ -375,18 +375,9 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Numbers(NamedTuple):
-    """Random numbers that an operation may draw.
-
-    Attributes:
-        read: returns the state of their generator.
-        write: sets it.
-        state: the state before the operation ran.
-    """
-
-    read: Callable[[], Tensor]
-    write: Callable[[Tensor], object]
-    state: Tensor
+_Numbers = tuple[Callable[[], Tensor], Callable[[Tensor], object], Tensor]
+"""Random numbers that an operation may draw: what reads the state of their generator, what sets it,
+and the state before the operation ran."""
 
 
 def _numbers_of(device: torch.device, generator: object) -> Iterator[_Numbers]:
@@ -405,7 +396,7 @@ def _numbers_of(device: torch.device, generator: object) -> Iterator[_Numbers]:
                 )
             )
     for read, write in sources:
-        yield _Numbers(read, write, read())
+        yield read, write, read()
 
 
 _alone = threading.RLock()
@@ -593,14 +584,14 @@ def _decode(value: Any, values: dict[Any, Tensor]) -> Any:
 
 def _run_with(numbers: Sequence[_Numbers], function: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation with the random numbers that it had."""
-    before = [each.read() for each in numbers]
+    before = [read() for read, _, _ in numbers]
     try:
-        for each in numbers:
-            each.write(each.state)
+        for _, write, state in numbers:
+            write(state)
         return function(*args, **kwargs)
     finally:
-        for each, state in zip(numbers, before, strict=True):
-            each.write(state)
+        for (_, write, _), state in zip(numbers, before, strict=True):
+            write(state)
 
 
 @final

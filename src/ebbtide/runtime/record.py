@@ -202,7 +202,6 @@ class AccessOrder:
         return len(self.items)
 
 
-@final
 class AccessLog:
     """Records the uses of items while following an expected order.
 
@@ -454,7 +453,7 @@ class Record:
 
 
 @final
-class ForwardLog:
+class ForwardLog(AccessLog):
     """The offloaded records of one forward, and the order in which backward should read them.
 
     The expected order is that of the previous backward if it used as many records, else the reverse
@@ -483,6 +482,7 @@ class ForwardLog:
     """
 
     def __init__(self, learned: AccessOrder | None, number: int = 0) -> None:
+        super().__init__()
         self.number = number
         self.prefetches = True
         self.records: list[Record | None] = []
@@ -492,7 +492,6 @@ class ForwardLog:
         self.settings: KernelSettings = None
         self.is_mixed = False
         self._learned = learned
-        self._log = AccessLog()
         self._saves: list[int] = []
         self._reloaded = 0  # records before this place: reloaded, or still on the device
 
@@ -522,11 +521,11 @@ class ForwardLog:
 
     def note_backward(self) -> None:
         """Note that backward has begun. Nothing more is saved, so the expected order is now set."""
-        if self._log.expected is None:
+        if self.expected is None:
             order, count = self._learned, len(self.records)
             if order is None or order.num_items != count:
                 order = AccessOrder(self._saves[::-1], count)
-            self._log.expected = order
+            self.expected = order
             self._saves = []
         self.in_backward = True
 
@@ -534,13 +533,12 @@ class ForwardLog:
         """Note that backward reads a record, and move on in the expected order."""
         if not self.in_backward:
             self.note_backward()
-        self._log.use(ordinal)  # after an unexpected use, the place stays where it is
+        self.use(ordinal)  # after an unexpected use, the place stays where it is
 
     def note_stored(self, ordinal: int) -> None:
         """Note that a record's bytes are only in the store, so it may have to be reloaded."""
-        order = self._log.expected
-        if order is not None:
-            place = order.next_use(ordinal, self._log.place)
+        if self.expected is not None:
+            place = self.expected.next_use(ordinal, self.place)
             if place < self._reloaded:
                 self._reloaded = place
 
@@ -549,16 +547,15 @@ class ForwardLog:
 
         Before backward has begun, every record's next use is at place 0.
         """
-        order = self._log.expected
-        return 0 if order is None else order.next_use(ordinal, self._log.place)
+        expected = self.expected
+        return 0 if expected is None else expected.next_use(ordinal, self.place)
 
     def next_reload(self) -> Record | None:
         """Return the live record expected soonest in backward and not yet reloaded, if any."""
-        log = self._log
-        if log.expected is None:
+        if self.expected is None:
             return None
-        ordinals = log.expected.items
-        place = self._reloaded if self._reloaded > log.place else log.place
+        ordinals = self.expected.items
+        place = self._reloaded if self._reloaded > self.place else self.place
         while place < len(ordinals):
             record = self.records[ordinals[place]]
             if record is not None:
@@ -572,7 +569,3 @@ class ForwardLog:
     def pass_reload(self) -> None:
         """Move past the record that `next_reload` returned."""
         self._reloaded += 1
-
-    def learned(self) -> AccessOrder | None:
-        """Return backward's order, for the next forward; None if there was no backward."""
-        return self._log.learned(len(self.records))

@@ -242,7 +242,7 @@ class SavedTensorHooks:
         self._finds_settings = self.device.type == "cpu"
         self._scopes = activations.scopes
         self._running = activations.scopes.running
-        self._has_said_why_kept = self._has_looked = False
+        self._has_looked = False
         placement.wanted_again = activations.wanted_again
 
     def use(self, weights: RestingWeights | None) -> None:
@@ -272,7 +272,6 @@ class SavedTensorHooks:
         if not hooks_are_wanted():
             return False
         self._parameters.refresh(held)
-        self._warn_of_double_backward()
         self._warn_if_nothing_left()
         self.activations.end_step_with_graphs()
         offloads = self._placement.offloads(None)
@@ -291,18 +290,6 @@ class SavedTensorHooks:
             self._scopes.end_forward(scope)
             self.activations.transfers.settle()
         return scope
-
-    def _warn_of_double_backward(self) -> None:
-        """Say once that what a second backward needs is kept from now on."""
-        if self.activations.wanted_again and not self._has_said_why_kept:
-            self._has_said_why_kept = True
-            warn_user(
-                "double-backward",
-                f"a backward with create_graph=True makes a graph that holds what it has read "
-                f"until the second backward, so it saves nothing to offload that. From now on "
-                f"{len(self.activations.wanted_again)} storages of each step stay on the device; "
-                f"nothing needs to be changed",
-            )
 
     def _warn_if_nothing_left(self) -> None:
         """Say after the first step that it has offloaded nothing, if so."""

@@ -364,17 +364,12 @@ class OffloadedParameter:
         offset = self.device_offset_bytes // dtype.itemsize
         return view.set_(memory.untyped_storage(), offset, self.shape, self.stride)
 
-    def own_view_of(self, memory: torch.Tensor, offset_bytes: int | None = None) -> torch.Tensor:
-        """View host memory as a tensor like the parameter, in a storage of its own.
+    def own_view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """View its part of host memory as a tensor like the parameter, in a storage of its own.
 
         Because of the separate storage, `torch.save` writes this parameter and not its group.
-
-        Args:
-            memory: host memory.
-            offset_bytes: where the tensor begins in it; None: at the parameter's own offset.
         """
-        begin = self.offset_bytes if offset_bytes is None else offset_bytes
-        part = memory.numpy()[begin : begin + self.size_bytes]
+        part = memory.numpy()[self.offset_bytes : self.offset_bytes + self.size_bytes]
         flat = torch.from_numpy(part).view(self.host.dtype)
         return flat.as_strided(self.shape, self.stride).data  # without a base, which counts as user
 
