@@ -24,7 +24,7 @@ from ebbtide.policy import (
     check_model,
     parse_device,
     refuse,
-    refuse_recomputing,
+    refuse_choice,
 )
 from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.engine import Engine
@@ -275,12 +275,7 @@ def wrap_forward_with_offload(
         refuse("forward", "a callable, such as model.forward", forward)
     check_arguments(activations=activations, trace=trace)
     policy = ActivationPolicy() if activations is None else activations
-    if policy.counts_layers:
-        raise PolicyError(
-            "a wrapped forward has no layers to count; use ebbtide.offload(model, "
-            "activations=ActivationPolicy(num_layers=..., keep_last=...))"
-        )
-    refuse_recomputing(policy, "a wrapped forward has no layers to recompute")
+    refuse_choice(policy, "a wrapped forward has no layers; use ebbtide.offload(model, ...)")
     if isinstance(forward, OffloadedForward):
         raise PolicyError("this forward is wrapped already; wrap the original one, once")
     modules = list(_modules_of(forward))
@@ -351,12 +346,7 @@ def _check_schedule(
             f"ebbtide.Schedule.parse(text)"
         )
     schedule.check()
-    refuse_recomputing(policy, "a schedule says which layers leave the device")
-    if policy.counts_layers:
-        raise PolicyError(
-            "a schedule already says which layers leave the device; remove num_layers, keep_last "
-            "and fraction from the policy"
-        )
+    refuse_choice(policy, "a schedule says which layers leave the device")
     if not layers.modules:
         raise PolicyError(
             "a schedule refers to layers, and the model has no repeated blocks; name its layers, "

@@ -326,14 +326,18 @@ def _describe(got: object) -> str:
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
-def refuse_recomputing(policy: ActivationPolicy, why: str) -> None:
-    """Check that a policy recomputes no layers.
+def refuse_choice(policy: ActivationPolicy, why: str) -> None:
+    """Check that a policy neither counts nor recomputes layers.
+
+    Args:
+        policy: the policy.
+        why: why it cannot, and what to do instead.
 
     Raises:
         PolicyError: it does.
     """
-    if policy.recomputes:
+    if policy.counts_layers or policy.recomputes:
         raise PolicyError(
-            f'mode="{policy.mode}" is only for ebbtide.offload(model) without a schedule, because '
-            f"{why}; leave mode out, or use torch.utils.checkpoint inside the layers"
+            f"num_layers, keep_last, fraction and mode of ActivationPolicy choose layers of a "
+            f"model, so leave them out: {why}"
         )

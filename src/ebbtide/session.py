@@ -21,7 +21,7 @@ from ebbtide.policy import (
     parse_device,
     parse_number,
     refuse,
-    refuse_recomputing,
+    refuse_choice,
 )
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.executor import ScheduleMode
@@ -96,13 +96,8 @@ class OffloadSession:
         check_switch("any_order", any_order)
         chosen, manual = _choose_schedule(num_layers, model_layers, schedule)
         policy = ActivationPolicy() if activations is None else activations
-        refuse_recomputing(policy, "a session has no modules to run again")
-        if policy.counts_layers:
-            raise PolicyError(
-                "num_layers and keep_last of the policy count layers of a model, and so does "
-                "fraction; a session takes "
-                "OffloadSession(num_layers=..., model_layers=...) or a schedule"
-            )
+        advice = "a session takes OffloadSession(num_layers=..., model_layers=...) or a schedule"
+        refuse_choice(policy, advice)
         self._engine = Engine(
             list(modules),
             policy,

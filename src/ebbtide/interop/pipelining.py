@@ -24,7 +24,7 @@ from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
     check_arguments,
-    refuse_recomputing,
+    refuse_choice,
 )
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.executor import ScheduleMode
@@ -93,13 +93,11 @@ def offload_stages(
     stages = _find_stages(pipeline)
     check_arguments(activations=activations, weights=weights, trace=trace)
     policy = ActivationPolicy() if activations is None else activations
-    refuse_recomputing(policy, "the stages of a pipeline follow a schedule")
-    if policy.counts_layers:
-        raise PolicyError(
-            "num_layers, keep_last and fraction of the policy for activations count layers of a "
-            "model; for a pipeline's stages the schedule says what leaves the device: leave the "
-            "three out, and give offload_stages(..., resident=...) or a schedule"
-        )
+    refuse_choice(
+        policy,
+        "for a pipeline's stages the schedule says what leaves the device; give "
+        "offload_stages(..., resident=...) or a schedule",
+    )
     for stage in stages:
         _refuse_second_offload(stage)
     engine = Engine(
