@@ -346,12 +346,15 @@ class Activations:
     def share(self, record: StorageRecord) -> None:
         """Count one more handle on a record."""
         with self._gate:
-            if record.ordinal >= 0:
-                record.forward.note_save(record.ordinal)
-            scope = self.scopes.current  # None if another model shares it at their border
-            if record.buffer is not None:
-                record.unread += 1
-            self._count_handle(record, scope)
+            self._share(record)
+
+    def _share(self, record: StorageRecord) -> None:
+        if record.ordinal >= 0:
+            record.forward.note_save(record.ordinal)
+        if record.buffer is not None:
+            record.unread += 1
+        # There is no scope if another model shares it at their border.
+        self._count_handle(record, self.scopes.current)
 
     def add(
         self,
@@ -419,6 +422,9 @@ class Activations:
         record.call = call
         inputs = (getattr(saved, "record", None) for saved in call.inputs)
         record.rebuilt_from = tuple(each for each in inputs if isinstance(each, StorageRecord))
+        for each in record.rebuilt_from:
+            if each.decision is not KEEP:
+                self._share(each)  # to rebuild the storage reads them once more
         self._account.meter.rebuilt_bytes += record.size_bytes
         if self._account.passes is not None:
             self._account.passes.before_change(0, record)
@@ -513,10 +519,8 @@ class Activations:
     def _claim(self, record: StorageRecord, unit: UnitRecords) -> None:
         """Let a unit of the schedule claim a record, or the records that it is rebuilt from."""
         if record.call is not None:
-            for saved in record.call.inputs:
-                source = getattr(saved, "record", None)
-                if isinstance(source, StorageRecord):
-                    self._claim(source, unit)
+            for source in record.rebuilt_from:
+                self._claim(source, unit)
         elif unit.claim(record) and not record.unwritten:
             self._offloads.start_pending(record)  # the unit that saved it first is in no hurry
 
@@ -763,14 +767,7 @@ class Activations:
         while died:
             held = awaited.pop(died.popleft(), None)
             if type(held) is StorageRecord:
-                self.transfers.live -= 1
-                held.handles -= 1
-                if held.unread > held.handles:
-                    held.unread = held.handles
-                if not held.handles:
-                    self._drop(held)
-                elif held.is_read():
-                    self._reloads.release(held)
+                self._forget_handle(held)
             elif type(held) is dict:
                 if held:  # the small tensors of a forward
                     self.transfers.live -= 1
@@ -778,6 +775,16 @@ class Activations:
             elif type(held) is RecomputedLayer:
                 self.transfers.live -= 1
                 self._account.take(-held.held_bytes, Owner.RECOMPUTED, held.layer)
+
+    def _forget_handle(self, record: StorageRecord) -> None:
+        self.transfers.live -= 1
+        record.handles -= 1
+        if record.unread > record.handles:
+            record.unread = record.handles
+        if not record.handles:
+            self._drop(record)
+        elif record.is_read():
+            self._reloads.release(record)
 
     def _drop(self, record: StorageRecord) -> None:
         """Forget a record that no saved tensor needs any more."""
@@ -803,7 +810,10 @@ class Activations:
             self._account.take_kept(-record.size_bytes, record.layer, record)
             self.transfers.store.note_freed(record.size_bytes)
         elif record.decision is REBUILD:
-            record.call = None  # its inputs are wanted no more, either
+            record.call = None
+            for each in record.rebuilt_from:
+                if each.decision is not KEEP:
+                    self._forget_handle(each)
         else:
             log = record.forward
             log.remove(record.ordinal)

@@ -252,10 +252,6 @@ class AbstractAway(AbstractProbed):
     __slots__ = ()
 
     @abstractmethod
-    def share(self) -> AbstractAway:
-        """Return one more handle on the same tensor."""
-
-    @abstractmethod
     def peek(self) -> Tensor:
         """Return the tensor during forward, before backward has come to it."""
 

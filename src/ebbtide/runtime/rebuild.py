@@ -20,7 +20,6 @@ from ebbtide.runtime.handles import (
     OFFLOAD,
     REBUILD,
     AbstractAway,
-    AbstractProbed,
     Call,
     Decision,
     Saved,
@@ -68,17 +67,6 @@ class RecordedTensor(AbstractAway):
             probe = self._probe
             return probe.shape, probe.stride(), probe.dtype, probe.device
         return super().shape
-
-    def share(self) -> RecordedTensor:
-        if self.record.decision is KEEP:
-            return self  # it holds the tensor as long as anybody holds it
-        other = RecordedTensor.__new__(RecordedTensor)
-        for name in AbstractProbed.__slots__[1:]:
-            setattr(other, name, getattr(self, name))
-        self._activations.share(self.record)
-        other._activations, other.record = self._activations, self.record
-        self._activations.deaths.expect(other, self.record)
-        return other
 
     def restore(self) -> Tensor:
         if self.is_modified():
@@ -151,14 +139,6 @@ def _raise_input_modified(call: Call, saved: Saved) -> NoReturn:
         f"needed there, use ActivationPolicy(rebuild=False). Otherwise clone the input before it "
         f"is modified"
     )
-
-
-def share(saved: Saved) -> Saved:
-    """Return one more handle on a saved tensor, which must not be a composite one."""
-    if type(saved) is tuple:
-        return saved
-    assert isinstance(saved, AbstractAway)
-    return saved.share()
 
 
 def peek(saved: Saved) -> Tensor:
@@ -516,11 +496,7 @@ class Placement:
         node: Any = output.grad_fn
         constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
         call = Call(recipe, inputs, constants, output.dtype, depth, settings)
-        if not self._is_proven(call, output):
-            return None
-        # Inputs are shared only now, so that an unused recipe adds no handle to their records.
-        shared = [share(saved) for saved in inputs]
-        return call._replace(inputs=shared)
+        return call if self._is_proven(call, output) else None
 
     def _is_proven(self, call: Call, output: Tensor) -> bool:
         """Whether the recipe's first run for this shape and type gave the same bits."""

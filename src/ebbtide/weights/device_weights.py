@@ -80,9 +80,6 @@ class WeightTensor(AbstractAway):
         super().__init__(tensor, tensor._version, weights.empty)
         weights.add_handle(self, group)
 
-    def share(self) -> WeightTensor:
-        return self  # it holds no memory that sharing could duplicate
-
     def is_modified(self) -> bool:
         # A change during the forward raises the device parameter's version, which the base class
         # checks, and the parameter's when it is kept. So does one after it, or in a later forward.
