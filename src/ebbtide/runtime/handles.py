@@ -191,8 +191,10 @@ class AbstractProbed(AbstractSaved):
 
     Attributes:
         version: as given.
+        is_input: whether others can be rebuilt from it.
     """
 
+    is_input = True
     __slots__ = (
         "__weakref__",
         "_conj",
@@ -223,6 +225,10 @@ class AbstractProbed(AbstractSaved):
         """Shape, strides, type and device of the tensor, for comparisons."""
         return self._size, self._stride, self._dtype, self._probe.device
 
+    def peek(self) -> Tensor:
+        """Return the tensor during forward, before backward has come to it."""
+        return self.restore()
+
     def is_modified(self) -> bool:
         """Whether the tensor was changed in place after it was saved."""
         # Guard in-place-changes: in-place changes are seen after the bytes have left. Hooks switch
@@ -244,16 +250,6 @@ class AbstractProbed(AbstractSaved):
         if self._conj:
             tensor = tensor.conj()
         return neg_view(tensor) if self._neg else tensor
-
-
-class AbstractAway(AbstractProbed):
-    """Stands for a plain tensor that others can be rebuilt from."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def peek(self) -> Tensor:
-        """Return the tensor during forward, before backward has come to it."""
 
 
 def raise_modified(tensor: Tensor, version: int, shape: torch.Size) -> NoReturn:

@@ -19,7 +19,7 @@ from ebbtide.runtime.handles import (
     KEEP,
     OFFLOAD,
     REBUILD,
-    AbstractAway,
+    AbstractProbed,
     Call,
     Decision,
     Saved,
@@ -32,7 +32,7 @@ from ebbtide.runtime.torch_internals import current_node, may_change_unseen, par
 
 
 @final
-class RecordedTensor(AbstractAway):
+class RecordedTensor(AbstractProbed):
     """Stands for a saved tensor whose storage has a record.
 
     Args:
@@ -57,7 +57,7 @@ class RecordedTensor(AbstractAway):
             self._probe = tensor.detach()
         else:
             # Not by `super()`, which takes longer: a step makes thousands of handles.
-            AbstractAway.__init__(self, tensor, record.version, activations.empty)
+            AbstractProbed.__init__(self, tensor, record.version, activations.empty)
         if record.dtype is None:
             record.shape, record.dtype = self._size, tensor.dtype
 
@@ -145,7 +145,7 @@ def peek(saved: Saved) -> Tensor:
     """Return a saved tensor during forward, before backward has come to it."""
     if type(saved) is tuple:
         return saved[0]
-    assert isinstance(saved, AbstractAway)
+    assert isinstance(saved, AbstractProbed)
     return saved.peek()
 
 
@@ -156,7 +156,7 @@ def can_restore(saved: Saved) -> bool:
     """
     if type(saved) is tuple:
         return bool(saved[0]._version == saved[1])
-    if not isinstance(saved, AbstractAway) or saved.is_modified():
+    if not isinstance(saved, AbstractProbed) or not saved.is_input or saved.is_modified():
         return False
     call = saved.record.call if type(saved) is RecordedTensor else None
     if call is not None:
@@ -253,7 +253,7 @@ def _shape_of(saved: Saved) -> Hashable:
     if type(saved) is tuple:
         tensor = saved[0]
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    assert isinstance(saved, AbstractAway)
+    assert isinstance(saved, AbstractProbed)
     return saved.shape
 
 

@@ -605,6 +605,7 @@ class RecomputedTensor(AbstractProbed):
         plain: what it was saved as after all, because the layer is not recomputed.
     """
 
+    is_input = False
     __slots__ = ("plain", "recording", "sample", "slot")
 
     def __init__(self, recording: Recording, slot: int, tensor: Tensor) -> None:

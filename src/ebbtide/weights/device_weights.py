@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
-from ebbtide.runtime.handles import AbstractAway, Deaths, Saved, empty_tensors, is_of_checkpoint
+from ebbtide.runtime.handles import AbstractProbed, Deaths, Saved, empty_tensors, is_of_checkpoint
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
     MODULE_APPLY,
@@ -45,7 +45,7 @@ from ebbtide.weights.parameters import (
 
 
 @final
-class WeightTensor(AbstractAway):
+class WeightTensor(AbstractProbed):
     """Stands for a weight that autograd saved: a view of it, or a cast copy made by autocast.
 
     A cast copy is not stored but cast again in backward, because keeping it would occupy device
@@ -104,9 +104,6 @@ class WeightTensor(AbstractAway):
         if self._is_cast:
             buffer = self._member.view_of(buffer).to(self._dtype)
         return self._tensor_in(buffer.untyped_storage())
-
-    def peek(self) -> torch.Tensor:
-        return self.restore()
 
 
 def _running_node() -> tuple[int, int] | None:
