@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import softdevice
 from ebbtide import VerifyReport
+from ebbtide.tools.models import default_loss
 from ebbtide.tools.verify import (
     POISON,
     FreedMemoryPoison,
@@ -35,7 +36,6 @@ from ebbtide.tools.verify import (
     Provocation,
     Trial,
     choose_order,
-    default_loss,
     deterministic_kernels,
     find_sleep,
     sgd,

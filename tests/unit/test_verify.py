@@ -22,7 +22,7 @@ from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.torch_internals import top_hooks
 
 WIDTH = 32
-ALL_KINDS = 7  # so many seeds in a row provoke everything
+ALL_KINDS = 5  # so many seeds in a row provoke everything
 
 
 class Noisy(nn.Module):
@@ -95,22 +95,6 @@ def test_an_offloaded_model_is_the_same_under_every_provocation(
     assert report.same, str(report)
     assert [run.seed for run in report.runs] == [None, *range(ALL_KINDS)]
     assert all(run.moved_bytes for run in report.runs)
-
-
-def test_recomputed_layers_are_verified_in_every_step_that_forgets_proofs() -> None:
-    """A call is counted as verified where its operations run twice in the forward."""
-    model, x = small(), batch()
-    policy = ebbtide.ActivationPolicy(min_bytes=1, mode="recompute")
-    with devices_made_by(make_device) as engines:
-        handle = ebbtide.offload(model, activations=policy)
-    verified = []
-    for forgets in (False, False, True, False):
-        if forgets:
-            engines[0].forget_proofs()
-        model(x).sum().backward()
-        assert handle.stats.recomputed_bytes > 0
-        verified.append(engines[0].transfers.account.num_verifying > 0)
-    assert verified == [True, False, True, False]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -312,10 +296,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "to_verify.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "to_verify", raising=False)
+    for name, value in (("argv", sys.argv), ("path", sys.path)):  # which a script changes
+        monkeypatch.setattr(sys, name, [*value])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     return "to_verify.py"
 
 
-def test_a_script_is_verified_as_it_is(script: str) -> None:
+def test_the_model_of_a_script_is_verified(script: str) -> None:
     run = call("verify", "--json", "--orders", "1", "--steps", "6", script, "2")
     assert run.exit_code == 0, run.output
     document = json.loads(run.stdout)
@@ -323,15 +310,17 @@ def test_a_script_is_verified_as_it_is(script: str) -> None:
     assert all(each["moved_bytes"] for each in document["runs"])
 
 
-def test_a_loss_of_a_script_is_compared(script: str) -> None:
-    """It alone differs: what is added to it has no gradient."""
-    loss = "(model(x).square().mean() + bool(layers[0]._forward_pre_hooks)).backward()"
-    Path(script).write_text(SCRIPT.replace("model(x).square().mean().backward()", loss))
+def test_a_wrong_model_of_a_script_is_found_by_the_names_that_it_is_called_with(
+    script: str,
+) -> None:
+    source = SCRIPT.replace("model(x).square()", "model(x=x).square()")
+    Path(script).write_text(
+        source.replace("    for epoch", "    model, _ = wrong()\n    for epoch")
+    )
     run = call("verify", "--json", "--orders", "0", "--steps", "2", script, "1")
     assert run.exit_code == 1, run.output
     (offloaded,) = json.loads(run.stdout)["runs"]
-    assert offloaded["difference"] == "step 1: loss 1"
-    assert offloaded["num_different"] == 2
+    assert offloaded["difference"].startswith("step 1")
 
 
 def test_a_script_that_offloads_by_itself_cannot_be_run_plainly(script: str) -> None:
@@ -341,8 +330,9 @@ def test_a_script_that_offloads_by_itself_cannot_be_run_plainly(script: str) -> 
     assert run.exit_code == 2 and not run.stdout
 
 
-def test_a_script_that_ends_too_early_is_refused(script: str) -> None:
-    run = call("verify", "--orders", "0", "--steps", "5", script, "1")
+@pytest.mark.parametrize("epochs", ["0", "no number"], ids=["ends", "fails"])
+def test_a_script_that_trains_no_model_is_refused(script: str, epochs: str) -> None:
+    run = call("verify", "--orders", "0", script, epochs)
     assert run.exit_code == 2 and not run.stdout
 
 

@@ -245,11 +245,6 @@ class Engine:
         """Names of the layers that are not recomputed, because they would not do the same again."""
         return frozenset(self._proofs.refused)
 
-    def forget_proofs(self) -> None:
-        """Prove every recomputed layer and every recipe again, as if none had been used yet."""
-        self._proofs.forget()
-        self.placement.forget_proofs()
-
     def is_in_step(self) -> bool:
         """Whether the step of the last forward has not ended. To be asked between forwards."""
         self.activations.end_step_with_graphs()

@@ -387,10 +387,6 @@ class Placement:
         self._rebuilds = self._policy.rebuild if layers is None else layers.rebuilds
         self.may_rebuild |= self._rebuilds or REBUILD in self._plan.values()
 
-    def forget_proofs(self) -> None:
-        """Compare the next output of every recipe again."""
-        self._proven.clear()
-
     @property
     def wants_any(self) -> bool:
         """Whether the policy wants anything to leave; schedules and plans speak for themselves."""

@@ -83,10 +83,6 @@ class Proofs:
         self._samples: list[tuple[Layer, Tensor]] = []
         self._on_way: list[tuple[list[Layer], Tensor, AbstractEvent]] = []
 
-    def forget(self) -> None:
-        """Prove every operation again when it is used next."""
-        self._proven.clear()
-
     def of(self, layer: Layer) -> set[Hashable]:
         """Return the proven operations of a layer, to which more may be added."""
         return self._proven.setdefault(layer.name, set())

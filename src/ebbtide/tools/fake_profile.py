@@ -50,8 +50,9 @@ from ebbtide.runtime.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
+from ebbtide.tools.models import call_model, default_loss
 from ebbtide.tools.roofline import operator_seconds, strided_tensors
-from ebbtide.tools.verify import call_model, default_loss, note_random_numbers
+from ebbtide.tools.verify import note_random_numbers
 from ebbtide.weights.model_weights import WeightBytes
 
 # ---- Which part of a step runs, and which storages are alive in it ----
@@ -323,7 +324,7 @@ def fake_copies(
 # ---- One training step of a copy of a model with fake tensors, whose storages are followed ----
 
 Batch = Any
-"""What a model is called with: see `ebbtide.tools.verify.call_model`."""
+"""What a model is called with: see `ebbtide.tools.models.call_model`."""
 
 Loss = Callable[[Any], Tensor]
 """Computes the loss from what the model returns."""

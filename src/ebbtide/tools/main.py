@@ -370,8 +370,8 @@ def verify(
     ebbtide come before the script, its own after it.
 
     Args:
-        target (TARGET): Your training script; or module:function, where function() returns (model,
-            batch) or (model, batch, loss).
+        target (TARGET): Your training script, which runs until it trains a model; or
+            module:function, where function() returns (model, batch) or (model, batch, loss).
         arguments (ARGUMENTS): What the script itself is given.
         module: The script is a module, as for python -m.
         budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
@@ -388,7 +388,7 @@ def verify(
     """
     from ebbtide.tools.found_models import RunOptions
     from ebbtide.tools.run import MainScript
-    from ebbtide.tools.verify_script import verify_function, verify_script
+    from ebbtide.tools.verify import verify_function, verify_script
 
     activations = ActivationPolicy(min_bytes=min_bytes, mode=cast(Literal["offload"], mode))
     options = RunOptions(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
+from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import parse_budget_bytes
 
 
@@ -84,6 +85,46 @@ class TaskFamily:
             return f"resolution {length}"
         sides = " x ".join([str(length)] * self.dimensions)
         return sides if self.dimensions > 1 else f"{length} points"
+
+
+# ---- How a model is called with a batch, and the loss that a user need not give ----
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call a model with one argument, a tuple or list of them, or a mapping of them by name."""
+    if isinstance(batch, inspect.BoundArguments):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _mean_square_of(output: Tensor) -> Tensor:
+    real = torch.view_as_real(output) if output.is_complex() else output.float()
+    return real.square().mean()
+
+
+def default_loss(output: Any, reduce: Callable[[Tensor], Tensor] = _mean_square_of) -> Tensor:
+    """Return the loss of a model that was given none: its attribute ``loss``, or a sum.
+
+    Args:
+        output: what the model has returned.
+        reduce: makes one number of each tensor in it that depends on a parameter.
+
+    Raises:
+        PolicyError: there is no such tensor.
+    """
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    outputs = [
+        reduce(leaf)
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not outputs:
+        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
+    return torch.stack(outputs).sum() if len(outputs) > 1 else outputs[0]
 
 
 # ---- A GPT and a Llama in plain torch, as far as memory and time depend on them ----

@@ -11,17 +11,19 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import inspect
 import random
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 from ebbtide.api import offload as offload_model
 from ebbtide.devices.device import (
@@ -33,21 +35,24 @@ from ebbtide.devices.device import (
 )
 from ebbtide.devices.simulated import POISON, SimulatedDevice
 from ebbtide.errors import PolicyError
-from ebbtide.policy import ActivationPolicy, refuse
+from ebbtide.policy import ActivationPolicy, WeightPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.parameter_index import find_device
-from ebbtide.runtime.record import AccessOrder
 from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.torch_internals import tree_leaves
+from ebbtide.runtime.torch_internals import tree_leaves, tree_map_only
+from ebbtide.tools.models import call_model, default_loss, find_function, read_task
 from ebbtide.units import count, format_size
 from ebbtide.version import __version__
+
+if TYPE_CHECKING:
+    from ebbtide.tools.found_models import RunOptions
+    from ebbtide.tools.run import MainScript
 
 Loss = Callable[[Any], Tensor]
 Values = dict[str, Tensor | None]
 """Copies on the host of what a run computed, by name, in the order in which a run computes them."""
 
 _SEED: Final = 1234  # of the random numbers that the steps begin with
-_TIGHT_BYTES: Final = 1  # whatever is larger is alone in flight
 _LABEL_WIDTH: Final = 9
 _KINDS: Final = "losses, gradients, parameters, buffers, random states"
 
@@ -199,9 +204,6 @@ class Provocation:
         late_compute: the chance that kernels are held up after the engine has queued something.
         refused_pins: the chance that the system refuses to page-lock memory.
         eagerness: of a `SimulatedDevice`, in the place of a CPU; None: the CPU itself.
-        shuffles: whether the order of prefetches is drawn.
-        is_tight: whether few bytes may be in flight.
-        verifies: whether recomputed layers and recipes are verified in every step.
     """
 
     seed: int
@@ -210,30 +212,21 @@ class Provocation:
     late_compute: float = 0.0
     refused_pins: float = 0.0
     eagerness: float | None = None
-    shuffles: bool = False
-    is_tight: bool = False
-    verifies: bool = False
 
     @classmethod
     def draw(cls, seed: int) -> Provocation:
-        """Return what a seed stands for. Seven in a row provoke everything there is."""
+        """Return what a seed stands for. Five in a row provoke everything there is."""
         chance = random.Random(seed)
         some, most = chance.uniform(0.1, 0.4), chance.uniform(0.5, 0.9)
-        name, settings = (
-            ("copies late", {"late_copies": most, "eagerness": some / 8, "verifies": True}),
+        kinds: tuple[tuple[str, dict[str, float]], ...] = (
+            ("copies late", {"late_copies": most, "eagerness": some / 8}),
             ("compute late", {"late_compute": some, "eagerness": most}),
-            (
-                "disk slow, one tensor in flight",
-                {"late_copies": most, "is_tight": True},
-            ),
-            ("any order of prefetch", {"late_copies": some, "eagerness": some, "shuffles": True}),
-            ("no page-locking", {"refused_pins": most, "eagerness": some, "verifies": True}),
-            ("disk slow", {"late_copies": some}),
+            ("disk slow", {"late_copies": most}),
+            ("no page-locking", {"refused_pins": most, "eagerness": some}),
             ("everything", {"late_copies": some, "late_compute": some, "eagerness": some}),
-        )[seed % 7]
-        if name == "everything":
-            settings |= dict.fromkeys(("shuffles", "is_tight", "verifies"), True)
-        return cls(seed=seed, name=name, **settings)  # type: ignore[arg-type]
+        )
+        name, chances = kinds[seed % len(kinds)]
+        return cls(seed=seed, name=name, **chances)
 
     def wrap(self, device: AbstractDevice, *, is_planned: bool) -> AbstractDevice:
         """Return the device that a run under this provocation computes on.
@@ -470,9 +463,9 @@ def verify(
     """Check that offloading leaves every bit of a model's training steps as it is.
 
     The same steps run plainly, and offloaded in several adverse orders: copies or kernels are late,
-    memory is overwritten as soon as it is free, prefetches come in any order, few bytes may be in
-    flight, page-locking is refused, the disk is slow. Losses, gradients, parameters,
-    buffers and the states of random numbers are compared to the bit. The model is left as it was.
+    memory is overwritten as soon as it is free, page-locking is refused, the disk is slow. Losses,
+    gradients, parameters, buffers and the states of random numbers are compared to the bit. The
+    model is left as it was.
     The host keeps copies of the gradients of all steps, and of the parameters, twice.
 
     Args:
@@ -688,7 +681,7 @@ class Trial:
 
     def run(self, offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
         """Run the steps; a `Run`."""
-        outcome = Outcome(what=describe_model(self.model), layers=layers_of([self.model]))
+        outcome = Outcome(what=describe_model(self.model), layers=layers_of(self.model))
         with deterministic_kernels(deterministic):
             if offloaded:
                 outcome.order = choose_order(self.device, provocation)
@@ -699,12 +692,7 @@ class Trial:
 
     def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
         """Run all steps offloaded, on a device that is provoked."""
-        arguments = dict(self.offload)
-        is_planned = arguments.get("budget") is not None or arguments.get("plan") is not None
-        if provocation is not None and provocation.is_tight and not is_planned:
-            policy = arguments.get("activations") or ActivationPolicy()
-            arguments["activations"] = dataclasses.replace(policy, max_inflight_bytes=_TIGHT_BYTES)
-        choices = random.Random(0 if provocation is None else provocation.seed)
+        is_planned = any(self.offload.get(name) is not None for name in ("budget", "plan"))
 
         def make(torch_device: torch.device) -> AbstractDevice:
             device = make_device(torch_device)
@@ -712,23 +700,13 @@ class Trial:
                 return device
             return provocation.wrap(device, is_planned=is_planned)
 
-        def end_step() -> None:
-            outcome.note_moved(engine.stats)
-            learned = engine.activations.scopes.learned
-            if provocation is not None and provocation.shuffles and learned is not None:
-                items = choices.sample(learned.items, len(learned))
-                engine.activations.scopes.learned = AccessOrder(items, learned.num_items)
-            if provocation is not None and provocation.verifies:
-                engine.forget_proofs()
-
         self.restore()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pageable memory, for example, which was provoked
             with devices_made_by(make) as engines:
-                handle = offload_model(self.model, **arguments)
-            engine = engines[0]
+                handle = offload_model(self.model, **self.offload)
             with handle:
-                self.train(outcome, end_step=end_step)
+                self.train(outcome, end_step=lambda: outcome.note_moved(engines[0].stats))
 
     def train(
         self,
@@ -826,41 +804,6 @@ def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
     return put_back
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call a model with one argument, a tuple or list of them, or a mapping of them by name."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def _mean_square(output: Tensor) -> Tensor:
-    real = torch.view_as_real(output) if output.is_complex() else output.float()
-    return real.square().mean()
-
-
-def default_loss(output: Any, reduce: Callable[[Tensor], Tensor] = _mean_square) -> Tensor:
-    """Return the loss of a model that was given none: its attribute ``loss``, or a sum.
-
-    Args:
-        output: what the model has returned.
-        reduce: makes one number of each tensor in it that depends on a parameter.
-
-    Raises:
-        PolicyError: there is no such tensor.
-    """
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    outputs = [
-        reduce(leaf)
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not outputs:
-        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
-    return torch.stack(outputs).sum() if len(outputs) > 1 else outputs[0]
-
-
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes that are numbers, texts and the like: counters, for example."""
     return {
@@ -923,11 +866,10 @@ def _how(expected: Tensor | None, got: Tensor | None) -> str:
     return f"{of}, at most by {float(apart / largest):.2g} of the largest"
 
 
-def layers_of(models: Iterable[nn.Module]) -> dict[str, str]:
+def layers_of(model: nn.Module) -> dict[str, str]:
     """Return for the names of parameters and buffers the modules that they belong to."""
     return {
         f"{path}.{name}" if path else name: f"{path or 'the model'} ({type(module).__name__})"
-        for model in models
         for path, module in model.named_modules()
         for name in (*module._parameters, *module._buffers)
     }
@@ -938,3 +880,87 @@ def describe_model(model: nn.Module) -> str:
     device = find_device([model]) or torch.device("cpu")
     number = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} of {number:,} parameters on {device.type}"
+
+
+# ---- What `ebbtide verify` names: the model of a script, or what a function returns ----
+
+
+class _VerifiedError(BaseException):
+    """Ends a script whose model has been verified. No `except Exception` of it catches this."""
+
+
+def verify_script(
+    script: MainScript, options: RunOptions, steps: int, seeds: range
+) -> VerifyReport:
+    """Verify the first model that a script trains, with the first batch that it gives the model.
+
+    The script runs until then. The steps are those of `verify`, with its loss and optimizer.
+
+    Args:
+        script: the script.
+        options: how the model is offloaded.
+        steps: training steps in each run.
+        seeds: the seeds of the provocations.
+
+    Raises:
+        PolicyError: the script ends before it trains a model, or the model cannot be verified.
+    """
+    reports = list[VerifyReport]()
+    call = nn.Module.__call__
+
+    def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_model = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if not is_model or isinstance(self, DistributedDataParallel):  # the model is inside
+            return call(self, *args, **kwargs)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        batch = inspect.signature(self.forward).bind(*args, **kwargs)
+        reports.append(_verify_with(options, self, batch, None, steps, seeds))
+        raise _VerifiedError
+
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    ending = ""
+    try:
+        script.run()
+    except (_VerifiedError, SystemExit):
+        pass
+    except PolicyError:
+        raise
+    except Exception as error:
+        ending = f": {type(error).__name__}: {error}"
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+    if not reports:
+        raise PolicyError(
+            f"{script.name} cannot be verified: it ended before it trained a model{ending}"
+        )
+    return dataclasses.replace(reports[0], what=f"{script.name}: {reports[0].what}")
+
+
+def verify_function(
+    address: str, device: str | None, options: RunOptions, steps: int, seeds: range
+) -> VerifyReport:
+    """Verify the training step that a user's function returns.
+
+    Args:
+        address: the function, as ``module:function``.
+        device: where it trains; None: where the function has put it.
+        options: how the model is offloaded.
+        steps: training steps in each run.
+        seeds: the seeds of the provocations.
+    """
+    model, batch, loss = read_task(address, find_function(address)())
+    if device is not None:
+        model = model.to(device)
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    return _verify_with(options, model, batch, loss, steps, seeds)
+
+
+def _verify_with(
+    options: RunOptions, model: nn.Module, batch: Any, loss: Loss | None, steps: int, seeds: range
+) -> VerifyReport:
+    offload = options.arguments(model, frugal=False)
+    if options.weights:
+        offload["weights"] = WeightPolicy(min_bytes=1)
+    return verify(
+        model, batch, loss, steps=steps, offload=offload, orders=len(seeds), seed=seeds.start
+    )
