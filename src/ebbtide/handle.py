@@ -309,7 +309,8 @@ def record_run(handle: OffloadHandle, title: str | None = None) -> RunRecord:
     if plan is not None:
         settings["budget"] = format_size(plan.budget_bytes)
         known["budget_bytes"] = plan.budget_bytes
-        known["prediction"] = run_record.predict_step(plan.plan, plan.profile, plan.hardware)
+        known["predicted_step_s"] = plan.plan.step_s
+        known["predicted_peak_bytes"] = plan.plan.peak_bytes
         if plan.measured is not None:
             known["measured_step_s"] = plan.measured.step_s
             known["measured_peak_bytes"] = plan.measured.peak_bytes

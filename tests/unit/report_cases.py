@@ -7,7 +7,7 @@ from typing import Any
 from ebbtide import Finding, StepStats, Trace, TraceEvent
 from ebbtide.observe.memory import MemorySample, OwnedBytes, Owner, StepMemory
 from ebbtide.observe.page import render_page
-from ebbtide.observe.run_record import LayerFigures, PredictedStep, RunRecord
+from ebbtide.observe.run_record import LayerFigures, RunRecord
 from ebbtide.units import format_size
 
 MIB = 2**20
@@ -154,7 +154,8 @@ def make_record(title: str, num_layers: int = 8, num_offloaded: int = 0) -> RunR
         limit_bytes=sum(FIXED.values()) + 55 * MIB + 96 * MIB + SAVED_BYTES,
         limit_why="No offloader of activations gets below 559.0 MiB: parameters, optimizer state "
         "and gradients stay, and backward of a layer needs what that layer saved.",
-        prediction=make_prediction(memory, events) if num_offloaded else None,
+        predicted_peak_bytes=int(memory.peak_bytes * 0.97) if num_offloaded else None,
+        predicted_step_s=memory.samples[-2].end_s if num_offloaded else None,
         notes=("The link was measured at 25 GB/s.",),
     )
 
@@ -186,21 +187,6 @@ def make_findings(memory: StepMemory, num_offloaded: int) -> tuple[Finding, ...]
             192 * MIB,
         ),
     )
-
-
-def make_prediction(memory: StepMemory, events: tuple[TraceEvent, ...]) -> PredictedStep:
-    """A prediction that is a little too low, and whose copies are a little too fast."""
-    phases = tuple(
-        MemorySample(each.phase, each.begin_s, each.end_s, {}, int(each.peak_bytes * 0.97))
-        for each in memory.samples[:-1]
-    )
-    planned = tuple(
-        TraceEvent(each.what, each.lane, each.begin_s * 0.96, each.end_s * 0.96, each.layer,
-                   0, each.name, each.size_bytes)
-        for each in events
-    )  # fmt: skip
-    peak_bytes = max(each.peak_bytes for each in phases)
-    return PredictedStep(phases[-1].end_s, peak_bytes, phases, planned)
 
 
 def page_of(*records: RunRecord) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -16,13 +16,9 @@ import torch
 from ebbtide.errors import PolicyError
 from ebbtide.observe.explain import Finding
 from ebbtide.observe.inspection import Inspection
-from ebbtide.observe.memory import MemorySample, StepMemory
-from ebbtide.observe.trace import Trace, chrome_document, chrome_events, write_chrome
+from ebbtide.observe.memory import StepMemory
+from ebbtide.observe.trace import Trace, chrome_document, write_chrome
 from ebbtide.planning.documents import read_as
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction import StepRecord, StepTiming
-from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.runtime.events import LANES, Owner, TraceEvent
 from ebbtide.runtime.stats import StepStats
 from ebbtide.units import count
@@ -60,24 +56,6 @@ class LayerFigures:
 
 
 @final
-@dataclass(frozen=True)
-class PredictedStep:
-    """What was predicted of a step.
-
-    Attributes:
-        step_s: seconds that it takes.
-        peak_bytes: the peak of memory.
-        phases: memory by phase, in order, without owners.
-        events: what each lane does.
-    """
-
-    step_s: float
-    peak_bytes: int
-    phases: tuple[MemorySample, ...] = ()
-    events: tuple[TraceEvent, ...] = ()
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """All that a page shows of a run. Everything but the title may be missing.
@@ -95,7 +73,8 @@ class RunRecord:
         limit_bytes: the smallest peak that any offloader could reach.
         limit_why: why that is the smallest.
         budget_bytes: the most memory that the run was to take.
-        prediction: what the planner has predicted.
+        predicted_step_s: seconds that the step takes by its plan.
+        predicted_peak_bytes: the peak of memory by its plan.
         measured_step_s: seconds from the begin of a step to the begin of the next.
         measured_peak_bytes: its peak, as the planner has measured it.
         notes: what else is to be known, in sentences.
@@ -113,7 +92,8 @@ class RunRecord:
     limit_bytes: int | None = None
     limit_why: str = ""
     budget_bytes: int | None = None
-    prediction: PredictedStep | None = None
+    predicted_step_s: float | None = None
+    predicted_peak_bytes: int | None = None
     measured_step_s: float | None = None
     measured_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
@@ -176,65 +156,6 @@ def layer_figures(
     return tuple(figures[call] for call in order)
 
 
-# ---- Runs a plan through the model of a step, for a page that shows prediction over measurement
-
-_BETWEEN = {"forward": "forward outside layers", "backward": "backward outside layers"}
-
-
-def predict_step(plan: Plan, profile: StepProfile, hardware: Hardware) -> PredictedStep:
-    """Return what a step under a plan is predicted to do.
-
-    The profile is the one that was measured last, so these figures may differ from those that the
-    plan was chosen by, which are in the plan.
-
-    Raises:
-        PolicyError: the plan is not one for this profile.
-    """
-    timing = StepTiming(profile, hardware)
-    prediction, record = timing.predict(plan), timing.record(plan)
-    numbers = _number_calls(profile.layers)
-    return PredictedStep(
-        step_s=prediction.step_s,
-        peak_bytes=prediction.peak_bytes,
-        phases=tuple(_phases(record, prediction.peak_by_position, numbers)),
-        events=tuple(_events(record, profile.layers, numbers)),
-    )
-
-
-def _number_calls(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number that a trace gives each layer; None for what runs between layers."""
-    numbers: list[int | None] = []
-    calls = 0
-    for layer in layers:
-        numbers.append(None if layer.between else calls)
-        calls += not layer.between
-    return numbers
-
-
-def _phases(
-    record: StepRecord, peaks: Sequence[int], numbers: Sequence[int | None]
-) -> Iterator[MemorySample]:
-    for each, peak_bytes in zip(record.passes, peaks, strict=True):
-        phase = each.what
-        if each.layer is not None:
-            number = numbers[each.layer]
-            phase = _BETWEEN[each.what] if number is None else f"{each.what[0].upper()}{number}"
-        yield MemorySample(phase, each.begin_s, each.end_s, {}, peak_bytes)
-
-
-def _events(
-    record: StepRecord, layers: Sequence[LayerProfile], numbers: Sequence[int | None]
-) -> Iterator[TraceEvent]:
-    for event in sorted(record.events(), key=lambda event: (event.begin_s, event.end_s)):
-        if event.layer is None:
-            yield event
-            continue
-        number = numbers[event.layer]
-        if number is None and event.what in _BETWEEN:
-            continue  # traces have no passes of what runs between layers
-        yield dataclasses.replace(event, layer=number, name=layers[event.layer].name)
-
-
 # ---- Where a run ran ----
 
 
@@ -260,7 +181,7 @@ def _describe_device(device: torch.device) -> str:
 # ---- Files of records: Chrome traces, which Perfetto opens, with the rest beside the events ----
 
 FORMAT: Final = "ebbtide-record"
-VERSION: Final = 3
+VERSION: Final = 4
 
 RUN_FORMAT: Final = "ebbtide-run"  # of ``ebbtide run --json``, which has a record of each model
 RUN_VERSION: Final = 2
@@ -274,17 +195,8 @@ _HOW: Final = (
 
 def as_document(record: RunRecord) -> dict[str, Any]:
     """Return a record as an object for JSON: a Chrome trace, and the rest under ``"ebbtide"``."""
-    prediction = record.prediction
-    planned = () if prediction is None else prediction.events
-    rest = dataclasses.replace(
-        record,
-        events=(),
-        prediction=None if prediction is None else dataclasses.replace(prediction, events=()),
-    )
-    entry = _name_owners(dataclasses.asdict(rest))
+    entry = _name_owners(dataclasses.asdict(dataclasses.replace(record, events=())))
     del entry["events"]
-    if prediction is not None:
-        entry["prediction"]["events"] = chrome_events(planned)
     about = {"format": FORMAT, "version": VERSION}
     return {**chrome_document(record.events, record.memory), _KEY: {**about, **entry}}
 
@@ -364,16 +276,9 @@ def _read_document(document: Mapping[str, Any]) -> RunRecord:
 
 def _read_entry(entry: dict[str, Any], events: tuple[TraceEvent, ...]) -> RunRecord:
     del entry["format"], entry["version"]
-    predicted, planned = entry["prediction"], None
-    if predicted is not None:
-        entry["prediction"] = {**predicted, "events": []}
-        planned = _read_events({"traceEvents": predicted["events"]})
     record = read_as(RunRecord, entry)
     _ = record.peak_bytes  # an IndexError if there is no such sample
-    prediction = record.prediction
-    if prediction is not None and planned is not None:
-        prediction = dataclasses.replace(prediction, events=planned)
-    return dataclasses.replace(record, events=events, prediction=prediction)
+    return dataclasses.replace(record, events=events)
 
 
 def _read_events(document: Any) -> tuple[TraceEvent, ...]:

@@ -1,4 +1,4 @@
-// The lanes of a trace: one row for each, and below them those of the prediction.
+// The lanes of a trace: one row for each.
 
 const DARK = ["backward", "reload", "step", "wait"]; // kinds whose labels are white
 const HEIGHTS = { compute: 38, release: 16 };
@@ -6,7 +6,7 @@ const TRACK = 15; // height of one of the tracks that a lane has where its event
 const TRACKS = 6; // of one lane; more events than that at once are drawn over each other
 
 /** The lanes of a Chrome trace. A lane has the numbers of 100 threads, of which each is a track. */
-function lanesOf(rows, laneNames, remark) {
+function lanesOf(rows, laneNames) {
   const names = [laneNames[0], "release", ...laneNames.slice(1)];
   const laneOf = ({ ph, tid }) => (ph === "i" ? "release" : laneNames[Math.floor(tid / 100)]);
   return names
@@ -21,22 +21,17 @@ function lanesOf(rows, laneNames, remark) {
       items.sort((a, b) => a.begin_s - b.begin_s || b.end_s - a.end_s);
       const tracks = Math.max(1, ...items.map(({ track }) => track + 1));
       const height = HEIGHTS[name] ?? (tracks > 1 ? tracks * TRACK : 22);
-      return { name, remark, items, tracks, height };
+      return { name, items, tracks, height };
     })
     .filter(({ items }) => items.length);
 }
 
 class LaneChart extends Chart {
   constructor(host, run, kinds, laneNames) {
-    const predicted = run.ebbtide.prediction?.events ?? [];
-    const lanes = [
-      ...lanesOf(run.traceEvents, laneNames, ""),
-      ...lanesOf(predicted, laneNames, ", predicted"),
-    ];
+    const lanes = lanesOf(run.traceEvents, laneNames);
     const names = new Map(); // by place
     let height = 4;
-    lanes.forEach((lane, n) => {
-      if (lane.remark && lane.remark !== lanes[n - 1]?.remark) names.set((height += 16) - 9, "predicted:");
+    lanes.forEach((lane) => {
       lane.top = height;
       names.set(height + lane.height / 2, lane.name.replace("cpu_", ""));
       height += lane.height + 5;
@@ -152,9 +147,9 @@ class LaneChart extends Chart {
 
   tell(item) {
     if (!item) return "";
-    const { name, remark } = this.laneOf(item);
+    const { name } = this.laneOf(item);
     const words = [
-      `${item.name} (${name}${remark})`, item.module,
+      `${item.name} (${name})`, item.module,
       item.size_bytes && formatSize(item.size_bytes),
       `begins at ${formatSeconds(item.begin_s)}`,
       item.cat !== "release" && `lasts ${formatSeconds(item.end_s - item.begin_s)}`,

@@ -1,47 +1,38 @@
-// Memory over time: areas stacked by owner, the peak, and what was predicted.
+// Memory over time: areas stacked by owner, and the peak.
 
 const HEADROOM = 1.2; // of the axis above the highest value, for the label of the peak
 
 /** The largest number of bytes that the chart of a run shows. */
-function mostOf({ memory, prediction, budget_bytes, limit_bytes }) {
-  const peaks = [...(memory?.samples ?? []), ...(prediction?.phases ?? [])].map((each) => each.peak_bytes);
+function mostOf({ memory, budget_bytes, limit_bytes }) {
+  const peaks = (memory?.samples ?? []).map((each) => each.peak_bytes);
   return Math.max(1, budget_bytes ?? 0, limit_bytes ?? 0, memory?.reserved_peak_bytes ?? 0, ...peaks);
 }
 
 class MemoryChart extends Chart {
   /** `most` is the largest number of bytes that any chart of the page shows. */
   constructor(host, breakdown, run, owners, most) {
-    const { memory, prediction } = run;
-    const phases = memory?.samples ?? prediction.phases;
-    // Predicted peaks stand under the measured phases of their names.
-    const named = (prediction?.phases ?? []).filter(({ phase }) => !phase.includes("outside"));
-    const byName = new Map(named.map((each) => [each.phase, each.peak_bytes]));
-    const predicted = phases.map((each) => (memory ? (byName.get(each.phase) ?? null) : each.peak_bytes));
-    const names = Object.keys(owners).filter((name) => phases.some(({ owned }) => owned?.[name]));
+    const phases = run.memory.samples;
+    const names = Object.keys(owners).filter((name) => phases.some(({ owned }) => owned[name]));
     let below = phases.map(() => 0);
     const stack = names.map((name) => (below = below.map((low, n) => low + (phases[n].owned[name] ?? 0))));
     const series = { scale: "bytes", paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } };
     const area = (name) => ({
       ...series, fill: filling(owners[name]), stroke: () => css("paper"), width: 0.7,
     });
-    const line = (colour, width, dash) => ({ ...series, stroke: () => css(colour), width, dash });
     const times = [...phases.map((each) => each.begin_s), phases.at(-1).end_s];
     // What is below is drawn over what is above it. The last value lasts until the last time.
-    const values = [...stack.reverse(), predicted, predicted].map((each) => [...each, each.at(-1)]);
+    const values = stack.reverse().map((each) => [...each, each.at(-1)]);
     super(host, "Memory over the step, by owner. Arrow keys walk through its phases.", {
       height: host.clientWidth < 480 ? 236 : 306,
       data: [times, ...values],
-      series: [
-        {}, ...names.reverse().map(area),
-        line("paper", 4), line("mark", 2, [5, 3]),
-      ],
+      series: [{}, ...names.reverse().map(area)],
       scales: { bytes: { range: [0, most * HEADROOM] } },
       side: {
         scale: "bytes", incrs: [...Array(50).keys()].map((n) => 2 ** n), space: 45,
         values: (_, sizes) => sizes.map((size) => formatSize(size).replace(/\.0+ /, " ")),
       },
     });
-    Object.assign(this, { breakdown, run, owners, names, phases, predicted, most });
+    Object.assign(this, { breakdown, run, owners, names, phases, most });
     this.tell(null);
   }
 
@@ -52,16 +43,16 @@ class MemoryChart extends Chart {
   /** The peak, and lines for the budget, the limit of all offloaders, and the allocator's memory. */
   draw(context, width, height) {
     const { memory, budget_bytes, limit_bytes } = this.run;
-    const peak = memory?.samples[memory.peak];
+    const peak = memory.samples[memory.peak];
     // Where freed memory counts, both are what the system has given to the process.
-    const reserved = memory && !memory.counts_freed && memory.reserved_peak_bytes > peak.peak_bytes * 1.005;
+    const reserved = !memory.counts_freed && memory.reserved_peak_bytes > peak.peak_bytes * 1.005;
     const levels = [
       ["budget", budget_bytes],
       ["no offloader gets below", limit_bytes],
       ["taken by the allocator", reserved ? memory.reserved_peak_bytes : null],
     ].filter(([, bytes]) => bytes);
     context.strokeStyle = context.fillStyle = css("mark");
-    const isSeen = peak && peak.end_s >= view.begin && peak.begin_s <= view.end;
+    const isSeen = peak.end_s >= view.begin && peak.begin_s <= view.end;
     if (isSeen) this.drawPeak(context, peak, width, height);
     context.font = font(11, 600);
     context.textAlign = "left";
@@ -96,7 +87,7 @@ class MemoryChart extends Chart {
   }
 
   walk(phase, right = 0) {
-    if (!phase) return this.phases[this.run.memory?.peak ?? 0];
+    if (!phase) return this.phases[this.run.memory.peak];
     return this.phases[this.phases.indexOf(phase) + right] ?? phase;
   }
 
@@ -107,15 +98,11 @@ class MemoryChart extends Chart {
   /** Show what memory holds in a phase, or at the peak. The table is the legend of the chart, too. */
   tell(phase) {
     const { memory } = this.run;
-    if (memory) {
-      const owned = this.byOwner(phase ?? memory.samples[memory.peak]);
-      this.breakdown.replaceChildren(owned, ...this.byLayer());
-    }
+    const owned = this.byOwner(phase ?? memory.samples[memory.peak]);
+    this.breakdown.replaceChildren(owned, ...this.byLayer());
     if (!phase) return "";
-    const predicted = this.predicted[this.phases.indexOf(phase)];
-    const measured = memory ? `: ${formatSize(phase.peak_bytes)}` : "";
-    const also = predicted === null ? "" : `, predicted ${formatSize(predicted)}`;
-    return `${phase.phase}${measured}${also}, lasts ${formatSeconds(phase.end_s - phase.begin_s)}`;
+    const lasts = formatSeconds(phase.end_s - phase.begin_s);
+    return `${phase.phase}: ${formatSize(phase.peak_bytes)}, lasts ${lasts}`;
   }
 
   byOwner(phase) {

@@ -1,8 +1,8 @@
 // Puts charts and tables into the page, and switches between its runs.
 
-function timesOf({ traceEvents, ebbtide: { memory, prediction } }) {
-  const spans = [...(memory?.samples ?? []), ...(prediction?.phases ?? [])];
-  const events = [...traceEvents, ...(prediction?.events ?? [])].filter(({ ts }) => ts !== undefined);
+function timesOf({ traceEvents, ebbtide: { memory } }) {
+  const spans = memory?.samples ?? [];
+  const events = traceEvents.filter(({ ts }) => ts !== undefined);
   return [
     ...spans.flatMap(({ begin_s, end_s }) => [begin_s, end_s]),
     ...events.flatMap(({ ts, dur }) => [ts / 1e6, (ts + (dur ?? 0)) / 1e6]),
