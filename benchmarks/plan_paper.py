@@ -20,6 +20,7 @@ Run: ``python -m benchmarks.plan_paper``
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,11 +31,11 @@ from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.tools.fake_profile import Batch, FakeStep, Loss
-from ebbtide.tools.models import Size, read_model
-from ebbtide.tools.plan_tables import METHODS, Study, find_limits
+from ebbtide.tools.models import Task, read_model
+from ebbtide.tools.plan_tables import Study
 from ebbtide.units import format_size
 
-_CASES = {"fno2d": (512, 8), "fno3d": (128, 1)}  # resolution to begin with, and batch
+_CASES = (("fno2d", 8, 512, 16), ("fno3d", 1, 128, 8))  # see `Case`
 _MULTIPLES = (1.0, 1.15, 1.25, 1.5, 2.0)
 
 
@@ -46,18 +47,16 @@ def main() -> None:
     hardware = Hardware.named("h100", achievable=True)
     device_bytes = round(arguments.memory_gb * 1e9)
     sizes, speeds = [], []
-    for name, (resolution, batch) in _CASES.items():
-        family = read_model(name, resolution=resolution, batch=batch)
-        study = Study(family, hardware)
-        sizes += _largest(name, study, device_bytes)
-        speeds += _beside_save_on_cpu(name, study, device_bytes // 4)
-    for case, found, table in (
+    for case in (Case(*each, hardware) for each in _CASES):
+        sizes += _largest(case, device_bytes)
+        speeds += _beside_save_on_cpu(case, device_bytes // 4)
+    for what, found, table in (
         ("plan-largest-fno-h100", sizes, _size_table(sizes)),
         ("plan-beside-save-on-cpu", speeds, _speed_table(speeds)),
     ):
         print(table)
         results = {"cases": found, "sources": _sources(hardware)}
-        print(record.save(case, vars(arguments), results, table).name)
+        print(record.save(what, vars(arguments), results, table).name)
 
 
 def _sources(hardware: Hardware) -> dict[str, Any]:
@@ -67,54 +66,78 @@ def _sources(hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _saved_on_cpu(study: Study, length: int) -> SavedOnCpu:
-    task = study.family.build(Size(length, study.family.size.batch))
-    return profile_saved_on_cpu(task.model, task.batch, study.hardware, loss=task.loss)
+class Case(NamedTuple):
+    """A model of any resolution."""
+
+    name: str
+    batch: int
+    start: int  # a resolution that fits
+    step: int  # resolutions that count are multiples of it
+    hardware: Hardware
+
+    def task(self, length: int) -> Task:
+        return read_model(self.name, resolution=length, batch=self.batch)
+
+    def saved_on_cpu(self, length: int) -> SavedOnCpu:
+        task = self.task(length)
+        return profile_saved_on_cpu(task.model, task.batch, self.hardware, loss=task.loss)
+
+    def largest(self, fits: Callable[[int], bool]) -> int:
+        """Return the largest resolution that fits; peaks grow with the points."""
+        units = _largest_that(lambda units: fits(units * self.step), self.start // self.step)
+        return units * self.step
+
+
+@functools.cache
+def _study(case: Case, length: int) -> Study:
+    return Study(case.task(length), case.hardware)
 
 
 # ---- the largest that fits ----------------------------------------------------------------------
 
+_RULES = {"plain": "keep all", "checkpointed": "recompute all", "offload all": "offload all"}
 
-def _largest(name: str, study: Study, device_bytes: int) -> list[dict[str, Any]]:
+
+def _largest(case: Case, device_bytes: int) -> list[dict[str, Any]]:
     entries = []
-    for limit in find_limits(study, device_bytes):
-        method, length = limit["method"], limit["length"]
-        size = Size(length, study.family.size.batch)
-        if method != "planned":
-            peak = study.rule(METHODS[method], device_bytes, size).prediction.peak_bytes
+    for method in (*_RULES, "planned"):
+
+        def fits(length: int, method: str = method) -> bool:
+            study = _study(case, length)
+            if method == "planned":
+                return study.smallest_bytes <= device_bytes
+            prediction = study.rule(_RULES[method], device_bytes).prediction
+            return not study.budget(device_bytes).excess_bytes(prediction)
+
+        length = case.largest(fits)
+        study = _study(case, length)
+        if method == "planned":
+            found = study.find(device_bytes).prediction
         else:
-            peak = study.find(device_bytes, size).prediction.peak_bytes
-        entries.append(_entry(name, study, method, length, peak, limit["length_step_s"]))
-    length = _largest_saved_on_cpu(study, device_bytes)
-    found = _saved_on_cpu(study, length)
-    entries.insert(3, _entry(name, study, "save_on_cpu", length, found.peak_bytes, found.step_s))
-    entries[3]["copied_bytes_each_way"] = found.copied_bytes
-    entries[3]["compute_s"] = found.compute_s
+            found = study.rule(_RULES[method], device_bytes).prediction
+        entries.append(_entry(case, method, length, found.peak_bytes, found.step_s))
+    length = _largest_saved_on_cpu(case, device_bytes)
+    saved = case.saved_on_cpu(length)
+    entries.insert(3, _entry(case, "save_on_cpu", length, saved.peak_bytes, saved.step_s))
+    entries[3]["copied_bytes_each_way"] = saved.copied_bytes
+    entries[3]["compute_s"] = saved.compute_s
     return entries
 
 
-def _entry(
-    name: str, study: Study, method: str, length: int, peak_bytes: int, step_s: float | None
-) -> dict[str, Any]:
+def _entry(case: Case, method: str, length: int, peak_bytes: int, step_s: float) -> dict[str, Any]:
     return {
-        "model": name,
+        "model": case.name,
         "method": method,
         "resolution": length,
-        "batch": study.family.size.batch,
-        "points": length**study.family.dimensions,
+        "batch": case.batch,
+        "points": length ** int(case.name[3]),
         "peak_bytes": peak_bytes,
         "step_s": step_s,
     }
 
 
-def _largest_saved_on_cpu(study: Study, device_bytes: int) -> int:
-    """Return the largest length; peaks grow with the points."""
-    step = study.family.length_step
-
-    def fits(units: int) -> bool:
-        return _saved_on_cpu(study, units * step).peak_bytes <= device_bytes
-
-    return step * _largest_that(fits, (study.family.size.length or step) // step)
+def _largest_saved_on_cpu(case: Case, device_bytes: int) -> int:
+    return case.largest(lambda length: case.saved_on_cpu(length).peak_bytes <= device_bytes)
 
 
 def _largest_that(fits: Callable[[int], bool], start: int) -> int:
@@ -151,18 +174,17 @@ def _size_table(entries: Sequence[dict[str, Any]]) -> str:
 # ---- beside save_on_cpu -------------------------------------------------------------------------
 
 
-def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[str, Any]]:
-    length = _largest_saved_on_cpu(study, its_bytes)
-    its = _saved_on_cpu(study, length)
-    size = Size(length, study.family.size.batch)
+def _beside_save_on_cpu(case: Case, its_bytes: int) -> list[dict[str, Any]]:
+    length = _largest_saved_on_cpu(case, its_bytes)
+    its, study = case.saved_on_cpu(length), _study(case, length)
     budgets = {f"{each:g} x its peak": round(each * its.peak_bytes) for each in _MULTIPLES}
-    budgets["the smallest of all plans"] = study.smallest_bytes(size)
+    budgets["the smallest of all plans"] = study.smallest_bytes
     entries = []
     for what, budget_bytes in sorted(budgets.items(), key=lambda item: item[1]):
         entry: dict[str, Any] = {
-            "model": name,
+            "model": case.name,
             "resolution": length,
-            "batch": size.batch,
+            "batch": case.batch,
             "budget": what,
             "budget_bytes": budget_bytes,
             "save_on_cpu_peak_bytes": its.peak_bytes,
@@ -171,7 +193,7 @@ def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[st
             "save_on_cpu_copied_bytes_each_way": its.copied_bytes,
         }
         try:
-            found = study.find(budget_bytes, size).prediction
+            found = study.find(budget_bytes).prediction
             entry |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
         except BudgetError:
             pass

@@ -300,7 +300,7 @@ def link_fewer(path: Path) -> None:
 @picture
 def working_set(path: Path) -> None:
     """An FNO's step within a small budget, as `ebbtide plan` predicts it."""
-    found = run_plan("fno2d", {"resolution": 512}, "h100", "2.4GiB", limits=False)
+    found = run_plan("fno2d", {"resolution": 512}, "h100", "2.4GiB")
     assert found.chosen is not None
     record = StepTiming(found.study.profile, found.study.hardware).record(found.chosen.plan)
     edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]
@@ -325,7 +325,7 @@ def working_set(path: Path) -> None:
     budget = found.budget_bytes / 2**30
     axes.axhline(budget, color=RED, linestyle="--", label=f"budget of {budget:.1f} GiB")
     axes.set(ylim=(0, budget * 1.35), xlabel="time (s)", ylabel="device memory (GiB)")
-    axes.set_title(f"{found.study.family.title}, 512 x 512: predicted", loc="left", fontsize=10)
+    axes.set_title(f"{found.study.task.title}, 512 x 512: predicted", loc="left", fontsize=10)
     axes.legend(loc="upper left", ncols=3, frameon=False, fontsize=8.5)
     figure.savefig(path)
 

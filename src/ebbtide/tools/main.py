@@ -216,7 +216,6 @@ def plan(
     plan_layers: list[str] | None = None,
     optimizer_states: int = 2,
     weights: bool = False,
-    quick: bool = False,
     save: Path | None = None,
     json: bool = False,
 ) -> None:
@@ -243,7 +242,6 @@ def plan(
         optimizer_states (N): Tensors that the optimizer keeps for each weight; Adam has 2.
         weights: Weights, gradients and the optimizer's state may rest on the host, if that is
             faster or nothing else fits.
-        quick: Leave out the search for the largest batch and resolution.
         save (FILE): File for the plan; `ebbtide run --plan` follows it.
         json: Print all figures as JSON instead of the report.
     """
@@ -257,8 +255,7 @@ def plan(
     with status() as say, contextlib.redirect_stdout(sys.stderr):
         found = run_plan(
             model, options, hardware, budget, layers=plan_layers or (),
-            optimizer_states=optimizer_states, weights=weights, limits=not quick,
-            save=save, say=say,
+            optimizer_states=optimizer_states, weights=weights, save=save, say=say,
         )  # fmt: skip
         text = as_document(found) if json else build_report(found)
     typer.echo(text)

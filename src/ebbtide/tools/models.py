@@ -1,4 +1,4 @@
-"""What a study is about: a model, its batch and its loss, at any size."""
+"""What a study is about: a model, its batch and its loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -31,60 +30,17 @@ class Task(NamedTuple):
         model: the model, on the meta device or on the CPU.
         batch: what it is called with.
         loss: computes the loss from what it returns; None: see `profile_with_fake_tensors`.
+        title: what it is, for people.
+        sizes: how large it is: ``resolution`` or ``seq``, and ``batch``, as far as it has them.
+        size: the same in words, such as ``"512 x 512, batch 8"``; may be empty.
     """
 
     model: nn.Module
     batch: Any
     loss: Callable[[Any], Tensor] | None = None
-
-
-class Size(NamedTuple):
-    """How large a step is.
-
-    Attributes:
-        length: points along each side of a grid, or tokens of a sequence; None if the task has no
-            such number.
-        batch: samples; None if the task has no such number.
-    """
-
-    length: int | None
-    batch: int | None
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class TaskFamily:
-    """A training step at all its sizes.
-
-    Args:
-        title: what it is, for people.
-        build: makes the task of a size.
-        size: the size that was asked for.
-        length_name: ``"resolution"`` or ``"sequence"``; "" if the length is None.
-        dimensions: dimensions of the grid; 1 for sequences; 0 if not known.
-        length_step: the sizes that count are multiples of this.
-    """
-
-    title: str
-    build: Callable[[Size], Task]
-    size: Size
-    length_name: str = ""
-    dimensions: int = 1
-    length_step: int = 1
-
-    def describe(self, size: Size) -> str:
-        """Return a size in words, such as ``"512 x 512, batch 8"``."""
-        length = [] if size.length is None else [self.describe_length(size.length)]
-        return ", ".join(length + ([] if size.batch is None else [f"batch {size.batch}"]))
-
-    def describe_length(self, length: int) -> str:
-        """Return a length in words, such as ``"512 x 512"``."""
-        if self.length_name == "sequence":
-            return f"{length} tokens"
-        if not self.dimensions:
-            return f"resolution {length}"
-        sides = " x ".join([str(length)] * self.dimensions)
-        return sides if self.dimensions > 1 else f"{length} points"
+    title: str = ""
+    sizes: Mapping[str, int] = {}
+    size: str = ""
 
 
 # ---- How a model is called with a batch, and the loss that a user need not give ----
@@ -301,7 +257,7 @@ def _make_operator(
     modes: int,
     layers: int = len(_UNO_CHANNELS),
 ) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    dimensions, _ = GRIDS[name]
+    dimensions = DIMENSIONS[name]
     # neuralop warns that its defaults will change, and UNO prints its arguments.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -358,19 +314,15 @@ BUILT_IN: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """The options that each takes, with what they are if the user says nothing."""
 
-GRIDS: Final = {
-    "fno1d": (1, 64), "fno2d": (2, 16), "fno3d": (3, 8), "tfno": (2, 16), "uno": (2, 16),
-    "gpt": (1, 256), "llama": (1, 256),
-}  # fmt: skip
-"""Dimensions and length step of each, as of `TaskFamily`."""
+DIMENSIONS: Final = {"fno1d": 1, "fno2d": 2, "fno3d": 3, "tfno": 2, "uno": 2}
 
 # ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
 
 _OPTIONS: Final = ("resolution", "seq", "batch", "width", "modes", "layers", "size")
 
 
-def read_model(name: str, **options: int | str | None) -> TaskFamily:
-    """Return the training step of a built-in model or of ``module:function``.
+def read_model(name: str, **options: int | str | None) -> Task:
+    """Make the training step of a built-in model or of ``module:function``.
 
     Args:
         name: one of `BUILT_IN`, or a function of the user's.
@@ -404,24 +356,24 @@ def read_model(name: str, **options: int | str | None) -> TaskFamily:
     for key, value in chosen.items():
         if value is inspect.Parameter.empty:
             raise PolicyError(f"{name} needs to know its {key}: give --{key}")
-    length_name = next((key for key in ("resolution", "seq") if key in chosen), "")
-    size = Size(chosen.pop(length_name, None), chosen.pop("batch", None))
-
-    def build(size: Size) -> Task:
-        sizes = {length_name: size.length, "batch": size.batch}
-        arguments = chosen | {key: value for key, value in sizes.items() if value is not None}
-        return _make(name, function, arguments)
-
+    task = _make(name, function, chosen)
+    sizes = {key: chosen.pop(key) for key in ("resolution", "seq", "batch") if chosen.get(key)}
     details = "".join(f", {key} {value}" for key, value in chosen.items())
-    dimensions, length_step = GRIDS.get(name, (0, 16))
-    return TaskFamily(
-        title=f"{name}{details}",
-        build=build,
-        size=size,
-        length_name={"seq": "sequence"}.get(length_name, length_name),
-        dimensions=dimensions,
-        length_step=length_step,
-    )
+    words = (_describe_size(key, size, DIMENSIONS.get(name)) for key, size in sizes.items())
+    return task._replace(title=f"{name}{details}", sizes=sizes, size=", ".join(words))
+
+
+def _describe_size(what: str, number: int, dimensions: int | None) -> str:
+    """Return a size in words, such as ``"512 x 512"``.
+
+    Args:
+        what: the option that says it.
+        number: its value.
+        dimensions: dimensions of the grid of a neural operator; None if they are not known.
+    """
+    if what == "resolution" and dimensions is not None:
+        return " x ".join([str(number)] * dimensions) + " points" * (dimensions == 1)
+    return f"{number} tokens" if what == "seq" else f"{what} {number}"
 
 
 def _options_of(address: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""What `ebbtide plan` studies: a training step at any size, what plans for it cost, what fits."""
+"""What `ebbtide plan` studies: a training step, and what plans for it cost."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import json
 import warnings
 from collections import Counter
@@ -20,14 +20,14 @@ from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, StepTiming
-from ebbtide.planning.profile import LayerProfile, StepAhead, StepProfile
+from ebbtide.planning.profile import LayerProfile, StepAhead
 from ebbtide.planning.relaxation import everywhere, nowhere
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.policy import parse_number
 from ebbtide.runtime.layers import covering_layers, match_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.layout import columns, indented, labelled, render
-from ebbtide.tools.models import Size, TaskFamily, read_budget_bytes, read_hardware, read_model
+from ebbtide.tools.models import Task, read_budget_bytes, read_hardware, read_model
 from ebbtide.units import format_seconds, format_size
 
 RULES: Final = (
@@ -50,10 +50,10 @@ class Outcome(NamedTuple):
 
 @final
 class Study:
-    """One training step at any size on one machine.
+    """One training step on one machine.
 
     Args:
-        family: the training step.
+        task: the training step.
         hardware: the machine.
         patterns: the layers, such as ``"blocks.*"``; none: the model's blocks and what is beside
             them.
@@ -62,55 +62,41 @@ class Study:
             is faster or nothing else fits. Rules for all layers keep them on the device.
 
     Attributes:
-        family: as given.
+        task: as given.
         hardware: as given.
         weights: as given.
         names: names of the modules that are layers.
+        profile: the step, profiled.
+
+    Raises:
+        PolicyError: the model cannot be trained with fake tensors, or has no such layers.
     """
 
     def __init__(
         self,
-        family: TaskFamily,
+        task: Task,
         hardware: Hardware,
         patterns: Sequence[str] = (),
         optimizer_states: int = 2,
         *,
         weights: bool = False,
     ) -> None:
-        self.family = family
-        self.hardware = hardware
-        self.weights = weights
-        self._optimizer_states = optimizer_states
-        self._profiles: dict[Size, StepProfile] = {}
-        self._smallest: dict[Size, int] = {}
-        model = family.build(family.size).model
+        self.task, self.hardware, self.weights = task, hardware, weights
+        model = task.model
         found = match_layers(model, list(patterns)).names if patterns else covering_layers(model)
         self.names = list(found)
-
-    @property
-    def profile(self) -> StepProfile:
-        """The step at the size that was asked for."""
-        return self.profile_at(self.family.size)
-
-    def profile_at(self, size: Size) -> StepProfile:
-        """Return the step of a size.
-
-        Raises:
-            PolicyError: the model cannot be built or trained at this size.
-        """
-        if size not in self._profiles:
-            task = self.family.build(size)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of models; they say the same at every size
-                self._profiles[size] = profile_with_fake_tensors(
-                    task.model,
-                    task.batch,
-                    self.hardware,
-                    layers=self.names,
-                    loss=task.loss,
-                    optimizer_states=self._optimizer_states,
-                )
-        return self._profiles[size]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of models
+            self.profile = profile_with_fake_tensors(
+                model,
+                task.batch,
+                hardware,
+                layers=self.names,
+                loss=task.loss,
+                optimizer_states=optimizer_states,
+            )
+        # On an accelerator, the host sees copies complete late.
+        self._timing = CautiousTiming(self.profile, hardware, 1.0)
 
     def budget(self, device_bytes: int) -> PlanBudget:
         """Return a budget of device memory, with what the machine's host can page-lock."""
@@ -120,39 +106,27 @@ class Study:
         host_bytes = min(hardware.host_memory_bytes, hardware.pinned_limit_bytes)
         return PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)
 
-    def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
+    def find(self, device_bytes: int) -> Outcome:
         """Find the fastest plan within a budget of device memory.
 
         Raises:
             BudgetError: no plan was found within the budget.
         """
-        profile, timing = self._at(size)
         budget = self.budget(device_bytes)
-        plan = search(profile, self.hardware, budget, timing, weights=self.weights)
-        return Outcome(plan, timing.predict(plan))
+        plan = search(self.profile, self.hardware, budget, self._timing, weights=self.weights)
+        return Outcome(plan, self._timing.predict(plan))
 
-    def _at(self, size: Size | None) -> tuple[StepProfile, CautiousTiming]:
-        """Return the step of a size, and what predicts it.
+    @functools.cached_property
+    def smallest_bytes(self) -> int:
+        """The smallest budget of device memory that a plan was found for."""
+        profile, host_bytes = self.profile, self.budget(0).host_bytes
+        resting = [nowhere(profile), *([everywhere(profile)] if self.weights else [])]
+        plans = (
+            find_frugal(profile, self.hardware, self._timing, each, host_bytes) for each in resting
+        )
+        return min(each.peak_bytes or 0 for each in plans)
 
-        On an accelerator, the host sees copies complete late.
-        """
-        profile = self.profile_at(size or self.family.size)
-        return profile, CautiousTiming(profile, self.hardware, 1.0)
-
-    def smallest_bytes(self, size: Size | None = None) -> int:
-        """Return the smallest budget of device memory that a plan was found for."""
-        size = size or self.family.size
-        if size not in self._smallest:
-            profile, timing = self._at(size)
-            resting = [nowhere(profile), *([everywhere(profile)] if self.weights else [])]
-            host_bytes = self.budget(0).host_bytes
-            plans = (
-                find_frugal(profile, self.hardware, timing, each, host_bytes) for each in resting
-            )
-            self._smallest[size] = min(each.peak_bytes or 0 for each in plans)
-        return self._smallest[size]
-
-    def rule(self, name: str, device_bytes: int, size: Size | None = None) -> Outcome:
+    def rule(self, name: str, device_bytes: int) -> Outcome:
         """Return a plan that treats all layers alike.
 
         It has the number of bytes in flight with which it is fastest within the budget, or, if it
@@ -161,15 +135,13 @@ class Study:
         Args:
             name: one of `RULES`.
             device_bytes: the budget of device memory.
-            size: the size of the step; None: the one that was asked for.
         """
-        profile, timing = self._at(size)
         budget = self.budget(device_bytes)
-        plan = dict(rule_plans(profile))[name]
+        plan = dict(rule_plans(self.profile))[name]
         outcomes = []
-        for inflight_bytes in inflight_choices(profile) if "offload" in name else (0,):
+        for inflight_bytes in inflight_choices(self.profile) if "offload" in name else (0,):
             bounded = dataclasses.replace(plan, max_inflight_bytes=inflight_bytes)
-            outcomes.append(Outcome(bounded, timing.predict(bounded)))
+            outcomes.append(Outcome(bounded, self._timing.predict(bounded)))
         return min(
             outcomes,
             key=lambda each: (budget.excess_bytes(each.prediction), each.prediction.step_s),
@@ -202,7 +174,7 @@ def layer_sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
 
 
 def count_choices(study: Study, plan: Plan) -> dict[str, int]:
-    """Count what a plan for the size that was asked for does.
+    """Count what a plan does.
 
     Returns:
         ``recomputed``: layers that run their forward again, of all ``layers``; ``offloaded_bytes``:
@@ -235,7 +207,7 @@ def find_rows(
     """
     device_bytes = study.hardware.device_memory_bytes
     most = study.rule("keep all", device_bytes).prediction.peak_bytes
-    least = study.smallest_bytes()
+    least = study.smallest_bytes
     top = max(min(most, device_bytes), least)
     count = _ROWS if len(study.profile.layers) < _LONG else _ROWS_IF_LONG
     spaced = [top - (top - least) * n // (count - 1) for n in range(count)]
@@ -264,113 +236,6 @@ def _rounded_up(size_bytes: int) -> int:
     return -(-size_bytes // grain) * grain
 
 
-# ---- The largest sizes that fit: by plain training, by rules for all layers, and by a plan ----
-
-PLANNED: Final = "planned"
-
-METHODS: Final = {
-    "plain": "keep all",
-    "checkpointed": "recompute all",
-    "offload all": "offload all",
-    PLANNED: PLANNED,
-}
-"""Names of ways to train, and the rules that they stand for."""
-
-_MOST_UNITS: Final = 2**20
-
-
-Limit = dict[str, Any]
-"""The largest size that fits with one way to train.
-
-``method``: the way to train; ``length``: the largest length at the batch that was asked for, None
-if not even the smallest fits or there is none; ``length_step_s``: predicted seconds of its step;
-``batch`` and ``batch_step_s``: the same for the batch, at the length that was asked for.
-"""
-
-
-def find_limits(
-    study: Study, device_bytes: int, say: Callable[[str], None] = lambda _: None
-) -> list[Limit]:
-    """Return the largest sizes that fit into a budget of device memory.
-
-    Args:
-        study: the training step.
-        device_bytes: the budget.
-        say: is told what is being looked for.
-    """
-    family = study.family
-    found = []
-    for method in METHODS:
-        limit: Limit = {"method": method}
-        for what, name in (("length", family.length_name), ("batch", "batch")):
-            limit[what] = limit[f"{what}_step_s"] = size = None
-            if getattr(family.size, what) is not None:
-                say(f"largest {name}, {method}")
-                size = _largest_size(study, method, what, device_bytes)
-            if size is not None:
-                limit[what] = getattr(size, what)
-                limit[f"{what}_step_s"] = _step_s(study, method, size, device_bytes)
-        found.append(limit)
-    return found
-
-
-def _largest_size(study: Study, method: str, what: str, device_bytes: int) -> Size | None:
-    """Return the largest size that fits; None if none does.
-
-    Peaks grow about linearly with the number of points, or of samples, so the line through the two
-    known peaks nearest to the budget tells where to look next.
-
-    Args:
-        study: the training step.
-        method: one of `METHODS`.
-        what: ``"length"`` or ``"batch"``: the number that may grow.
-        device_bytes: the budget.
-    """
-    family = study.family
-    step, power = 1, 1
-    if what == "length":
-        step, power = family.length_step, max(1, family.dimensions)
-    known: list[tuple[int, int]] = []  # how far a peak is above the budget, and its points
-    low, high = 0, _MOST_UNITS + 1  # what fits, and what does not, in steps
-    units = max(1, getattr(family.size, what) // step)
-    while high - low > 1:
-        units = min(max(units, low + 1), high - 1)
-        size = family.size._replace(**{what: units * step})
-        peak_bytes = _smallest_peak_bytes(study, method, size)
-        fits = peak_bytes is not None and peak_bytes <= device_bytes
-        low, high = (units, high) if fits else (low, units)
-        if peak_bytes is not None:
-            known.append((peak_bytes - device_bytes, (units * step) ** power))
-            known = sorted(known, key=lambda each: abs(each[0]))[:2]
-        units = low * 2 if low else high // 2
-        if len(known) == 2 and known[0][0] != known[1][0]:
-            (over, points), (other_over, other_points) = known
-            points -= over * (other_points - points) // (other_over - over)
-            units = int(max(0, points) ** (1 / power) / step)
-    return family.size._replace(**{what: low * step}) if low else None
-
-
-def _smallest_peak_bytes(study: Study, method: str, size: Size) -> int | None:
-    """Return the peak of a size; None if it cannot be built, or the host is too small."""
-    try:
-        if method == PLANNED:
-            return study.smallest_bytes(size)
-        prediction = study.rule(METHODS[method], 0, size).prediction
-    except PolicyError:
-        return None
-    too_much = study.budget(prediction.peak_bytes).excess_bytes(prediction)  # on the host
-    return None if too_much else prediction.peak_bytes
-
-
-def _step_s(study: Study, method: str, size: Size, device_bytes: int) -> float | None:
-    """Return the seconds of the fastest step of a size that fits; None if none is found."""
-    if method != PLANNED:
-        return study.rule(METHODS[method], device_bytes, size).prediction.step_s
-    with contextlib.suppress(BudgetError):
-        return study.find(device_bytes, size).prediction.step_s
-    return None
-
-
 # ---- What `ebbtide plan` prints ----
 
 _NAME_WIDTH: Final = 16
@@ -383,13 +248,11 @@ class Findings(NamedTuple):
         study: the study.
         budget_bytes: the budget of device memory.
         rows: plans by their budgets.
-        limits: the largest sizes; empty: not looked for.
     """
 
     study: Study
     budget_bytes: int
     rows: Mapping[int, Outcome | None]
-    limits: Sequence[Limit]
 
     @property
     def chosen(self) -> Outcome | None:
@@ -399,21 +262,18 @@ class Findings(NamedTuple):
 
 def build_report(found: Findings) -> str:
     """Return the report, in lines of 80 columns or less."""
-    parts: list[RenderableType] = [found.study.family.title, labelled(_facts(found), 8), ""]
+    parts: list[RenderableType] = [found.study.task.title, labelled(_facts(found), 8), ""]
     parts += [*_budgets(found), "", *_plan(found), "", *_rules(found)]
-    if found.limits:
-        parts += ["", *_largest(found)]
     return render(*parts, "", origin(found.study.hardware))
 
 
 def _facts(found: Findings) -> Iterator[tuple[str, str]]:
-    study, family = found.study, found.study.family
-    profile = study.profile
+    study, profile = found.study, found.study.profile
     saved = sum(
         each.size_bytes for layer in profile.layers for each in layer.storages if not each.same_as
     )
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
-    yield "step", family.describe(family.size) or "as the function makes it"
+    yield "step", study.task.size or "as the function makes it"
     yield "machine", study.hardware.name
     yield "budget", f"{format_size(found.budget_bytes)} of device memory"
     yield "layers", _join_names([each.name for each in profile.layers if not each.between])
@@ -470,7 +330,7 @@ def _costs(prediction: Prediction, ratio: str) -> Sequence[str]:
 
 def _plan(found: Findings) -> Iterator[RenderableType]:
     if found.chosen is None:
-        smallest = format_size(found.study.smallest_bytes())
+        smallest = format_size(found.study.smallest_bytes)
         yield f"No plan fits into {format_size(found.budget_bytes)}."
         yield f"The smallest budget that a plan was found for is {smallest}."
         if not found.study.weights:
@@ -558,29 +418,6 @@ def _rules(found: Findings) -> Iterator[RenderableType]:
     yield columns(heads, rows, gap=2, widths=(25, 10, 8, 10, 8))
 
 
-def _largest(found: Findings) -> Iterator[RenderableType]:
-    family = found.study.family
-    heads = [""]
-    heads += [family.length_name, "step"] if family.size.length is not None else []
-    heads += ["batch", "step"] if family.size.batch is not None else []
-    rows = []
-    for limit in found.limits:
-        row = [limit["method"]]
-        if family.size.length is not None:
-            length = limit["length"] and family.describe_length(limit["length"])
-            row += [length or "none", _seconds_or_dash(limit["length_step_s"])]
-        if family.size.batch is not None:
-            row += [str(limit["batch"] or "none"), _seconds_or_dash(limit["batch_step_s"])]
-        rows.append(row)
-    fits = format_size(found.budget_bytes)
-    yield f"The largest that fits into {fits}, all else as above (predicted)"
-    yield columns(heads, rows, gap=4, widths=(14,))
-
-
-def _seconds_or_dash(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
-
-
 def origin(hardware: Hardware) -> str:
     """Return what the figures of a machine's steps are worth, in sentences."""
     measured = any(source.kind is Kind.MEASURED for source in hardware.sources)
@@ -600,7 +437,7 @@ def origin(hardware: Hardware) -> str:
 # ---- One study as `ebbtide plan` asks for it, and the files that it writes ----
 
 FORMAT: Final = "ebbtide-plan-study"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 def run_plan(
@@ -612,7 +449,6 @@ def run_plan(
     layers: Sequence[str] = (),
     optimizer_states: int = 2,
     weights: bool = False,
-    limits: bool = True,
     save: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Findings:
@@ -626,7 +462,6 @@ def run_plan(
         layers: patterns of the modules to plan for.
         optimizer_states: tensors that the optimizer keeps for each weight.
         weights: whether weights may rest on the host.
-        limits: whether the largest sizes that fit are looked for.
         save: file for the plan; None: none.
         say: is told what is being looked for.
 
@@ -641,10 +476,8 @@ def run_plan(
     budget_bytes = read_budget_bytes(budget, hardware)
     states = parse_number("--optimizer-states", optimizer_states)
     say("reading the model")
-    family = read_model(model, **options)
-    study = Study(family, hardware, layers, states, weights=weights)
-    largest = find_limits(study, budget_bytes, say) if limits else []
-    found = Findings(study, budget_bytes, find_rows(study, budget_bytes, say), largest)
+    study = Study(read_model(model, **options), hardware, layers, states, weights=weights)
+    found = Findings(study, budget_bytes, find_rows(study, budget_bytes, say))
     if found.chosen is not None and save is not None:
         PlannedStep(
             plan=found.chosen.plan,
@@ -657,18 +490,17 @@ def run_plan(
 
 def as_document(found: Findings) -> str:
     """Return all findings as JSON."""
-    study = found.study
-    family, hardware = study.family, study.hardware
+    study, hardware = found.study, found.study.hardware
     content = {
         "format": FORMAT,
         "version": VERSION,
         "what_this_is": origin(hardware),
-        "model": family.title,
-        "size": {family.length_name or "length": family.size.length, "batch": family.size.batch},
+        "model": study.task.title,
+        "size": study.task.sizes,
         "hardware": hardware.name,
         "sources": {each.figure: [each.kind.value, each.text] for each in hardware.sources},
         "budget_bytes": found.budget_bytes,
-        "smallest_budget_bytes": study.smallest_bytes(),
+        "smallest_budget_bytes": study.smallest_bytes,
         "layers": [layer.name for layer in study.profile.layers],
         "modules": study.names,
         "budgets": [
@@ -680,7 +512,6 @@ def as_document(found: Findings) -> str:
         },
         "plan": None if found.chosen is None else json.loads(found.chosen.plan.to_json()),
         "prediction": None if found.chosen is None else found.chosen.prediction._asdict(),
-        "limits": list(found.limits),
     }
     return json.dumps(content, indent=1, allow_nan=False)
 

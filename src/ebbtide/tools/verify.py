@@ -948,7 +948,7 @@ def verify_function(
         steps: training steps in each run.
         seeds: the seeds of the provocations.
     """
-    model, batch, loss = read_task(address, find_function(address)())
+    model, batch, loss, *_ = read_task(address, find_function(address)())
     if device is not None:
         model = model.to(device)
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
