@@ -168,10 +168,8 @@ class OffloadHandle:
         It knows most of a step that was recorded (``trace=True``). Making it waits until the device
         has finished that step.
         """
-        plan = self.plan
-        forward = None if self._find_forward is None else self._find_forward()
         overlaps = [each.stats for each in self._overlaps]
-        return explain(collect_evidence(self._engine, forward, self.layers, plan, overlaps))
+        return explain(collect_evidence(self._engine, self.layers, self.plan, overlaps))
 
     def overlap(
         self,

@@ -98,22 +98,21 @@ class Watched:
 def session_of(
     printed: io.StringIO | None = None,
     *,
-    dry: bool = False,
     report: Path | None = None,
     **options: Any,
 ) -> RunSession:
     """A session of `ebbtide run` for this script."""
     here = MainScript(__file__, (), is_module=False)
-    return RunSession(here, RunOptions(**options), dry=dry, page=report, err=printed)
+    return RunSession(here, RunOptions(**options), page=report, err=printed)
 
 
 @contextlib.contextmanager
-def watching(*, dry: bool = False, **options: Any) -> Iterator[Watched]:
+def watching(**options: Any) -> Iterator[Watched]:
     """Watch what the block trains, as `ebbtide run` does, and detach all models after it."""
     planned = ActivationPolicy(min_bytes=1)
     options.setdefault("activations", planned if "budget" in options else SMALL)
     printed = io.StringIO()
-    session = session_of(printed, dry=dry, **options)
+    session = session_of(printed, **options)
     session.begin()
     try:
         yield Watched(session, printed)

@@ -126,26 +126,6 @@ def test_a_budget_that_nothing_fits_into_ends_the_script(tmp_path: Path) -> None
     assert (found.returncode, found.stdout.splitlines()[1:]) == (78, ["went on"])
 
 
-@pytest.mark.slow
-def test_dry_says_of_a_budget_that_is_too_small_what_would_be_enough(tmp_path: Path) -> None:
-    """The script is not at fault, so there is no traceback through it."""
-    name = script(tmp_path, TRAIN + "train(2)\n")
-    found = run("--dry", "--quiet", "--budget", "50MiB", name, at=tmp_path)
-    assert found.returncode == 78 and len(found.stdout.splitlines()) == 1
-    assert "ebbtide run: budget=50.0 MiB is too small for this step" in found.stderr
-    assert "a smaller batch, or --weights" in found.stderr
-    assert "Traceback" not in found.stderr
-
-
-@pytest.mark.slow
-def test_dry_leaves_the_model_alone_after_a_step(tmp_path: Path) -> None:
-    text = TRAIN + "train(2)\nassert 'forward' not in vars(model), 'it is offloaded'\n"
-    found = run("--dry", script(tmp_path, text), at=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert "120.0 MiB offloaded" in found.stderr and "steps      1" in found.stderr
-    assert "1 model found, and offloaded in the first steps only (--dry)" in found.stderr
-
-
 PLACES = """
 import multiprocessing, os, sys
 import helper
@@ -240,7 +220,6 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
         (["--min-bytes", "big"], "--min-bytes='big' cannot be read"),
         (["--json", "no/such/file"], "there is no such directory"),
         (["--report", "no/such/file"], "--report no/such/file: there is no such directory"),
-        (["--report", "run.html", "--dry"], "leave one out"),
     ],
 )
 def test_wrong_uses_are_named(arguments: list[str], words: str) -> None:

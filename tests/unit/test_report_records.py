@@ -199,11 +199,11 @@ WRONG_FILES = {
     ),
     "rows that are none": ('{"traceEvents": [3]}', "not a trace of ebbtide"),
     "a run without a step": (
-        '{"format": "ebbtide-run", "version": 2, "records": []}',
+        '{"format": "ebbtide-run", "version": 3, "records": []}',
         "no model has finished a step",
     ),
     "an older run": ('{"format": "ebbtide-run", "version": 1}', "run the script again"),
-    "a damaged run": ('{"format": "ebbtide-run", "version": 2, "records": [{}]}', "not a record"),
+    "a damaged run": ('{"format": "ebbtide-run", "version": 3, "records": [{}]}', "not a record"),
     "a plan": ('{"format": "ebbtide-plan", "version": 1}', "format ebbtide-plan"),
     "a newer record": (
         '{"ebbtide": {"format": "ebbtide-record", "version": 99}}',

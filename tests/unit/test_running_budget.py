@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from run_cases import is_offloaded, make, step, watching
+from run_cases import make, step, watching
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
 
@@ -76,19 +76,3 @@ def test_a_budget_error_is_noted_and_a_smaller_batch_makes_up_for_it() -> None:
         assert watched.session.is_over_budget()
         step(model)
         assert not watched.session.is_over_budget()
-
-
-@pytest.mark.parametrize("options", [{}, {"budget": "90%"}, {"layers": ("blocks.*",)}])
-def test_dry_shows_the_plan_and_leaves_the_model_alone(options: dict[str, object]) -> None:
-    model, plain = make(), make()
-    expected = [step(plain) for _ in range(36 if "budget" in options else 2)]
-    with watching(dry=True, **options) as watched:
-        for wanted in expected:
-            assert all(map(torch.equal, wanted, step(model)))
-        assert not is_offloaded(model)
-        (found,) = watched.session.finder.found
-        assert (found.plan is not None and found.plan.settled) == ("budget" in options)
-        assert found.last_step is not None and found.last_step.unique_bytes
-        text = watched.printed.getvalue()
-        assert "Net: " in text and ("nothing moves" in text) == ("budget" in options)
-        assert "left alone" not in text

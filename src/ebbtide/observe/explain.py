@@ -18,7 +18,6 @@ from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
-from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.layers import is_one_region
 from ebbtide.runtime.stats import StepStats, fates
 from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
@@ -70,8 +69,6 @@ class Evidence:
         bound_bytes: bound on the bytes in flight, each way.
         follows_schedule: whether a schedule says what leaves.
         wanted_again: number of storages that a second backward needs.
-        num_unrecorded: number of forwards without grad mode since the offload began.
-        replaced_by: what has taken the place of the model's forward; empty if nothing has.
         compiled: names of compiled modules that contain layers.
         total_bytes: all memory of the device; 0 if nobody knows, or if the host computes.
         held: tensors that were offloaded and that the program held when backward began.
@@ -90,8 +87,6 @@ class Evidence:
     bound_bytes: int = 0
     follows_schedule: bool = False
     wanted_again: int = 0
-    num_unrecorded: int = 0
-    replaced_by: str = ""
     compiled: tuple[str, ...] = ()
     total_bytes: int = 0
     held: tuple[HeldTensor, ...] = ()
@@ -189,35 +184,22 @@ _LISTED: Final = 3
 
 def no_step(evidence: Evidence) -> Iterator[Finding]:
     """No training step has ended yet."""
-    if evidence.replaced_by:
-        yield Finding(
-            "forward replaced",
-            "No training step has come through ebbtide: other code has replaced the forward.",
-            f"the forward that is called now is {evidence.replaced_by}",
-            "offload after that code has run, or with ebbtide.offload(model), which follows calls "
-            "by hooks of the module",
-        )
-    elif evidence.inspection.in_flight.saved_tensors:
+    saved_tensors = evidence.inspection.in_flight.saved_tensors
+    if saved_tensors:
         yield Finding(
             "step not over",
             "A forward has run and its backward has not, so there is no finished step to explain.",
-            f"autograd holds {count(evidence.inspection.in_flight.saved_tensors, 'saved tensor')}",
+            f"autograd holds {count(saved_tensors, 'saved tensor')}",
             "call explain() after backward; if backward has run, delete the loss and all else that "
             "refers to the graph",
-        )
-    elif evidence.num_unrecorded:
-        yield Finding(
-            "no gradients",
-            "The model has only run where autograd does not record, so nothing was saved.",
-            f"{count(evidence.num_unrecorded, 'forward')} ran under no_grad or inference_mode",
-            "nothing: evaluation keeps no activations; train with grad mode on",
         )
     else:
         yield Finding(
             "model not called",
-            "The model that was offloaded has not been called.",
-            "no forward of it has begun",
-            "offload the module whose forward your training loop calls",
+            "The model that was offloaded has not been called with grad mode on.",
+            "no forward of it has begun that autograd records",
+            "offload the module whose forward your training loop calls, after all code that "
+            "replaces the forward; evaluation under no_grad keeps no activations",
         )
 
 
@@ -703,7 +685,6 @@ def _why(evidence: Evidence, limit_bytes: int, phase: str) -> str:
 
 def collect_evidence(
     engine: Engine,
-    forward: OffloadedForward | None,
     layers: Sequence[str],
     planned: PlannedStep | None,
     overlaps: Sequence[OverlapStats] = (),
@@ -712,7 +693,6 @@ def collect_evidence(
 
     Args:
         engine: the parts of the offload.
-        forward: the offloaded forward.
         layers: names of the layers.
         planned: the plan that is followed, if there is one.
         overlaps: what each optimizer that steps inside backward has done.
@@ -735,8 +715,6 @@ def collect_evidence(
         bound_bytes=engine.transfers.offloads.bound_bytes,
         follows_schedule=engine.schedule is not None,
         wanted_again=len(engine.activations.wanted_again),
-        num_unrecorded=0 if forward is None else forward.num_unrecorded,
-        replaced_by="" if forward is None else forward.replaced_by,
         compiled=tuple(_compiled_around(engine.modules, layers)),
         total_bytes=memory_of(engine.torch_device).total_bytes if counts else 0,
         held=held if held is not None and seen else (),

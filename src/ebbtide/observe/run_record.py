@@ -184,7 +184,7 @@ FORMAT: Final = "ebbtide-record"
 VERSION: Final = 4
 
 RUN_FORMAT: Final = "ebbtide-run"  # of ``ebbtide run --json``, which has a record of each model
-RUN_VERSION: Final = 2
+RUN_VERSION: Final = 3
 
 _KEY: Final = "ebbtide"  # viewers of Chrome traces pass over keys that they do not know
 _HOW: Final = (

@@ -74,8 +74,6 @@ class OffloadedForward(ForwardReplacement):
         here: the forwards that run on the calling thread.
         prepare: as given.
         was_prepared: whether it has been called.
-        num_unrecorded: number of calls in which autograd did not record, or other code decided what
-            becomes of saved tensors.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
         kept: the wrapped forward as long as its module is not known to own this object; None if the
             module owns it. See [Note: what a model owns].
@@ -102,17 +100,7 @@ class OffloadedForward(ForwardReplacement):
         self.here = _Here()
         self.prepare = prepare
         self.was_prepared = False
-        self.num_unrecorded = 0
         self._has_warned = False
-
-    @property
-    def replaced_by(self) -> str:
-        """What has taken this forward's place in its module; empty if nothing has."""
-        present = getattr(self._owner, "forward", self)
-        if present is self or not isinstance(self._owner, nn.Module):
-            return ""
-        name = getattr(present, "__qualname__", type(present).__name__)
-        return f"{name} of {getattr(present, '__module__', 'an unknown module')}"
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -215,9 +203,7 @@ class OffloadedForward(ForwardReplacement):
             weights = self._engine.weights
             if weights is not None and weights.begin_forward():
                 stack.callback(weights.end_forward)
-            if hooks is None:
-                self.num_unrecorded += call is not None
-            else:
+            if hooks is not None:
                 stack.callback(self._end, hooks, len(hooks.running))
                 if not hooks.begin():
                     return None, stack.pop_all()

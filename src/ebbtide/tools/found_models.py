@@ -418,8 +418,6 @@ class ModelFinder:
         options: how to offload them.
         say: tells the user at once what must not wait until the end.
         refuse: ends the process because of what the user asked for.
-        show: of a dry run, in which a model is put back as it was after its first step, or when its
-            plan has settled: shows the model.
 
     Attributes:
         found: all models, in the order in which they were found.
@@ -434,7 +432,6 @@ class ModelFinder:
         options: RunOptions,
         say: Callable[[str], None],
         refuse: Callable[[Exception], NoReturn],
-        show: Callable[[FoundModel], None] | None = None,
     ) -> None:
         self.found: list[FoundModel] = []
         self.passing: dict[str, str] = {}
@@ -443,7 +440,6 @@ class ModelFinder:
         self._options = options
         self._say = say
         self._refuse = refuse
-        self._show = show
         self._lock = threading.RLock()
         # To which model each module belongs that was called as one, or as a part of one.
         self._known: MutableMapping[nn.Module, FoundModel]
@@ -478,15 +474,14 @@ class ModelFinder:
     def begin_move(self, module: nn.Module, convert: Conversion) -> None:
         """Offload a model on the CPU that would not fit on the device where it is about to go.
 
-        What rests then stays where it is, see `SubstitutingDict`. A dry run offloads nothing that
-        could not be put back.
+        What rests then stays where it is, see `SubstitutingDict`.
 
         Args:
             module: the outermost module that moves.
             convert: what is computed of each of its parameters.
         """
         parameters = list(module.parameters())
-        is_sought = self._is_active and self._options.budget is not None and self._show is None
+        is_sought = self._is_active and self._options.budget is not None
         if not is_sought or not any(p.requires_grad for p in parameters):
             return
         if any(is_lazy(p) or p.device.type != "cpu" for p in parameters):
@@ -511,10 +506,6 @@ class ModelFinder:
     def _note_call(self, model: FoundModel) -> None:
         self._num_calls += 1
         model.last_call = self._num_calls
-        is_known = _is_settled(model) if self._options.is_planned else model.num_steps > 0
-        if self._show is not None and model.is_offloaded and is_known:
-            model.detach("this is a dry run")
-            self._show(model)
         if model.waits_for_turn and is_next(model, self.found):
             self._plan_now(model)
 

@@ -280,7 +280,6 @@ def run(
     mode: str = "offload",
     min_bytes: str = "1MiB",
     weights: bool = False,
-    dry: bool = False,
     quiet: bool = False,
     json: Path | None = None,
     report: Path | None = None,
@@ -306,7 +305,6 @@ def run(
         mode (MODE): Without a budget: offload, recompute or recompute+offload.
         min_bytes (SIZE): Tensors smaller than this stay on the device.
         weights: Keep weights off the device, too, while their layer does not compute.
-        dry: Say what is done, from the first steps, and train on without.
         quiet: Print no report; errors only.
         json (FILE): Write all figures as JSON to this file; - is standard output, after what the
             script prints.
@@ -331,13 +329,9 @@ def run(
         is_file = file is not None and str(file) != "-"
         if file is not None and is_file and not file.absolute().parent.is_dir():
             raise PolicyError(f"{option} {file}: there is no such directory")
-    if dry and report is not None:
-        raise PolicyError(
-            "--dry trains on without ebbtide, so there is no step to --report; leave one out"
-        )
     session = RunSession(
-        MainScript(script, arguments or (), is_module=module), options, dry=dry,
-        quiet=quiet, page=None if report is None else report.absolute(),
+        MainScript(script, arguments or (), is_module=module), options, quiet=quiet,
+        page=None if report is None else report.absolute(),
         json=json if json is None or str(json) == "-" else json.absolute(),
     )  # fmt: skip
     raise ScriptRequest(session)

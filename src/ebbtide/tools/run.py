@@ -9,7 +9,6 @@ import json
 import os
 import runpy
 import sys
-import textwrap
 import types
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -138,7 +137,6 @@ class RunSession:
     Args:
         script: what to run.
         options: how to offload. The steps that a page shows should be recorded: `RunOptions.trace`.
-        dry: whether to put models back as they were after their first steps.
         quiet: whether to print nothing but errors.
         json: file for the figures; None: none. ``Path("-")`` is standard output.
         page: file for a page on the last step of each model; None: none.
@@ -153,20 +151,19 @@ class RunSession:
         script: MainScript,
         options: RunOptions,
         *,
-        dry: bool = False,
         quiet: bool = False,
         json: Path | None = None,
         page: Path | None = None,
         err: TextIO | None = None,
     ) -> None:
         self._script, self._options = script, options
-        self._dry, self._quiet = dry, quiet
+        self._quiet = quiet
         self._json, self._page = json, page
         self._err = err or sys.__stderr__
         rank = os.environ.get("RANK", "")  # of a launcher
         self._rank = int(rank) if rank.isdecimal() else 0
         self._process = os.getpid()
-        self.finder = ModelFinder(options, self._say, self._refuse, self._show if dry else None)
+        self.finder = ModelFinder(options, self._say, self._refuse)
         self._compile = _JIT.create_script_module
 
     def run(self) -> None:
@@ -191,10 +188,7 @@ class RunSession:
             refused = _find_budget_error(error) if isinstance(error, Exception) else None
             if refused is None:
                 raise
-            if self._dry:  # that is what was asked for, and no failure of the script
-                self._print(f"ebbtide run: {in_options(refused)}")
-            else:
-                sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)
             raise SystemExit(ExitCode.DOES_NOT_FIT) from None
         if self.is_over_budget():
             raise SystemExit(ExitCode.DOES_NOT_FIT)
@@ -236,10 +230,6 @@ class RunSession:
         if not self._quiet:
             self._print(f"ebbtide run: {rank}{words}")
 
-    def _show(self, model: FoundModel) -> None:
-        if not self._quiet and not self._rank:
-            self._print(f"ebbtide run --dry:\n{self._describe(model)}")
-
     def _print(self, text: str) -> None:
         if self._err is not None and not self._err.closed:
             print(text, file=self._err, flush=True)
@@ -269,7 +259,6 @@ class RunSession:
         return {
             "format": RUN_FORMAT,
             "version": RUN_VERSION,
-            "dry": self._dry,
             "budget_bytes": self.finder.budget_bytes,
             "peak_bytes": self._peak_bytes,
             "models": [_model_entry(model) for model in self.finder.found],
@@ -288,7 +277,7 @@ class RunSession:
         return found + [in_options(error) for error in errors if error is not None]
 
     def text(self) -> str:
-        """Return the report, 80 columns wide. After `--dry`, models have been described before."""
+        """Return the report, 80 columns wide."""
         number = count(len(self.finder.found), "model")
         if not self.finder.found:
             passed = self.finder.passing.items()
@@ -301,8 +290,6 @@ class RunSession:
             return render(
                 "ebbtide run: nothing trained: no model was found", *map(indented, reasons)
             )
-        if self._dry:
-            return f"ebbtide run: {number} found, and offloaded in the first steps only (--dry)"
         memory = labelled([("memory", self._describe_memory())], _LABEL_WIDTH, indent=4)
         models = map(self._describe, self.finder.found)
         return "\n".join([render(f"ebbtide run: {number} trained", memory), *models])
@@ -333,15 +320,11 @@ class RunSession:
         title = (
             f"{model.name}: {scaled(model.num_parameters)} parameters, {kinds} on {model.device}"
         )
-        text = render(indented(title), labelled(self._facts(model), _LABEL_WIDTH, indent=4))
-        if self._dry and model.plan is not None:
-            table = str(model.plan).partition("\n")[2]  # its state has been said
-            text += "\n" + textwrap.indent(table, " " * 4)
-        return text
+        return render(indented(title), labelled(self._facts(model), _LABEL_WIDTH, indent=4))
 
     def _facts(self, model: FoundModel) -> Iterator[tuple[str, str]]:
         last, plan = model.last_step, model.plan
-        if model.left_alone is not None and not (self._dry and last):
+        if model.left_alone is not None:
             yield "left alone", model.left_alone
         if model.layers:
             yield "layers", f"{count(len(model.layers), 'module')}: {few(model.layers)}"
