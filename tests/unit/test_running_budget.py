@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import ebbtide
 from run_cases import make, step, watching
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
@@ -58,21 +57,3 @@ def test_parts_that_are_called_one_by_one_are_planned_one_after_the_other() -> N
             assert len(found) == 1 + 3 * 4
         plans = [watched.handle(number).plan for number in range(3)]
         assert plans[0] is not None and plans[0].settled and plans[1] is not None
-
-
-def test_a_budget_error_is_noted_and_a_smaller_batch_makes_up_for_it() -> None:
-    model = make()
-    with watching(budget="1MiB") as watched:
-        step(model)
-        with pytest.raises(ebbtide.BudgetError):
-            step(model)
-        assert watched.session.is_over_budget()
-        report = watched.session
-        assert "--weights" in report.text() and "--weights" in report.troubles()[0]
-    with watching() as watched:
-        step(model)
-        (found,) = watched.session.finder.found
-        found.note_budget_error(ebbtide.BudgetError("too small", smallest_bytes=1))
-        assert watched.session.is_over_budget()
-        step(model)
-        assert not watched.session.is_over_budget()

@@ -330,6 +330,16 @@ def test_a_script_that_offloads_by_itself_cannot_be_run_plainly(script: str) -> 
     assert run.exit_code == 2 and not run.stdout
 
 
+def test_an_error_of_the_model_is_raised_although_the_script_goes_on(script: str) -> None:
+    fails = "layers[0].register_forward_hook(lambda *_: 1 // 0)\noptimizer = "
+    step = "model(x).square().mean().backward()"
+    goes_on = f"with contextlib.suppress(Exception):\n                {step}"
+    source = SCRIPT.replace("optimizer = ", fails).replace(step, goes_on)
+    Path(script).write_text(f"import contextlib\n{source}")
+    run = call("verify", "--orders", "0", script, "1")
+    assert isinstance(run.exception, ZeroDivisionError)
+
+
 @pytest.mark.parametrize("epochs", ["0", "no number"], ids=["ends", "fails"])
 def test_a_script_that_trains_no_model_is_refused(script: str, epochs: str) -> None:
     run = call("verify", "--orders", "0", script, epochs)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.api import offload, refuse_second_offload
 from ebbtide.devices.process import watch_forks
-from ebbtide.errors import BudgetError, EbbtideError, PolicyError
+from ebbtide.errors import EbbtideError, PolicyError
 from ebbtide.handle import OffloadHandle, finished_steps, is_in_step, record_run
 from ebbtide.observe.run_record import RunRecord
 from ebbtide.planning.follow import load_plan
@@ -154,7 +154,7 @@ def watch_calls(finder: ModelFinder) -> Callable[[], None]:
     See [Note: why no module hooks]. `nn.Module.to` and its kin are replaced in the same way.
 
     Args:
-        finder: is told of the calls, of their errors, and of moves before they begin.
+        finder: is told of the calls, and of moves before they begin.
 
     Returns:
         What ends it. If other code has replaced the call meanwhile, that stays.
@@ -170,11 +170,7 @@ def watch_calls(finder: ModelFinder) -> Callable[[], None]:
         thread.inside = True  # what the finder calls is not of the script
         try:
             if finder.begin_call(self):
-                try:
-                    return call(self, *args, **kwargs)
-                except BudgetError as error:
-                    finder.note_budget_error(self, error)
-                    raise
+                return call(self, *args, **kwargs)
         finally:
             thread.inside = False
         return call(self, *args, **kwargs)
@@ -283,7 +279,6 @@ class FoundModel:
         left_alone: why it is not offloaded now; None if it is.
         waits_for_turn: whether other models are planned first.
         notes: what else is to be known.
-        budget_error: the last one that its calls have raised; None if none has.
         last_call: number of its last call among those of all models.
     """
 
@@ -298,9 +293,7 @@ class FoundModel:
         self.left_alone: str | None = None
         self.waits_for_turn = False
         self.notes: list[str] = []
-        self.budget_error: BudgetError | None = None
         self.last_call = 0
-        self._steps_before_error = 0
         self._earlier_steps = 0  # of handles before this one
 
     @property
@@ -319,16 +312,6 @@ class FoundModel:
         if self.handle is not None:
             self.handle.detach()
         self.left_alone = reason
-
-    def note_budget_error(self, error: BudgetError) -> None:
-        """Note that a call found no plan within the budget."""
-        self.budget_error = error
-        self._steps_before_error = self.num_steps
-
-    @property
-    def has_recovered(self) -> bool:
-        """Whether steps have been finished since no plan was found."""
-        return self.num_steps > self._steps_before_error
 
     @property
     def num_steps(self) -> int:
@@ -496,12 +479,6 @@ class ModelFinder:
         with self._lock:
             if self._find_model_around(module) is None:
                 self._known[module] = self._meet(module, device)
-
-    def note_budget_error(self, module: nn.Module, error: BudgetError) -> None:
-        """Note that the call of a module found no plan within the budget."""
-        model = self._known.get(module)
-        if model is not None:
-            model.note_budget_error(error)
 
     def _note_call(self, model: FoundModel) -> None:
         self._num_calls += 1

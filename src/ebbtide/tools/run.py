@@ -179,9 +179,7 @@ class RunSession:
         self.begin()
         try:
             self._script.run()
-        except SystemExit as end:
-            if not end.code and self.is_over_budget():
-                raise SystemExit(ExitCode.DOES_NOT_FIT) from None
+        except SystemExit:
             raise
         except BaseException as error:
             _show_as_python_does()
@@ -189,9 +187,8 @@ class RunSession:
             if refused is None:
                 raise
             sys.excepthook(type(error), error, error.__traceback__)
+            self._print(f"ebbtide run: {in_options(refused)}")
             raise SystemExit(ExitCode.DOES_NOT_FIT) from None
-        if self.is_over_budget():
-            raise SystemExit(ExitCode.DOES_NOT_FIT)
 
     def begin(self) -> None:
         """Watch from now on."""
@@ -206,13 +203,6 @@ class RunSession:
         self._stop_watching()
         ebbtide.api.before_offload.remove(self.finder.give_way_for_good)
         _JIT.create_script_module = self._compile
-
-    def is_over_budget(self) -> bool:
-        """Whether the last call of a model found no plan within the budget."""
-        return any(
-            model.budget_error is not None and not model.has_recovered
-            for model in self.finder.found
-        )
 
     def _compile_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compile a module by torch.jit, which cannot compile an offloaded one."""
@@ -268,13 +258,11 @@ class RunSession:
 
     def troubles(self) -> list[str]:
         """Return what must not be overlooked, each in a sentence."""
-        found = [
+        return [
             f"{model.name} was left alone: {model.left_alone}"
             for model in self.finder.found
             if model.left_alone is not None and not model.num_steps
         ]
-        errors = (model.budget_error for model in self.finder.found)
-        return found + [in_options(error) for error in errors if error is not None]
 
     def text(self) -> str:
         """Return the report, 80 columns wide."""
@@ -343,8 +331,6 @@ class RunSession:
             if plan is None and not left_bytes + last.weight_reload_bytes:
                 yield "why", f"nothing was saved that {_MAY_LEAVE}"
             yield "steps", f"{model.num_steps:,}"
-        if model.budget_error is not None:
-            yield "error", in_options(model.budget_error)
         yield from (("note", note) for note in model.notes)
 
     def _write(self, path: Path, text: str) -> None:
@@ -371,7 +357,6 @@ def _model_entry(model: FoundModel) -> dict[str, Any]:
         "layers": list(model.layers),
         "steps": model.num_steps,
         "left_alone": model.left_alone,
-        "budget_error": None if model.budget_error is None else str(model.budget_error),
         "notes": model.notes,
         "plan": None
         if plan is None

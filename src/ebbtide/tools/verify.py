@@ -905,7 +905,7 @@ def verify_script(
     Raises:
         PolicyError: the script ends before it trains a model, or the model cannot be verified.
     """
-    reports = list[VerifyReport]()
+    found = list[VerifyReport | Exception]()
     call = nn.Module.__call__
 
     def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -914,7 +914,10 @@ def verify_script(
             return call(self, *args, **kwargs)
         nn.Module.__call__ = call  # type: ignore[method-assign]
         batch = inspect.signature(self.forward).bind(*args, **kwargs)
-        reports.append(_verify_with(options, self, batch, None, steps, seeds))
+        try:
+            found.append(_verify_with(options, self, batch, None, steps, seeds))
+        except Exception as error:  # which the script might catch
+            found.append(error)
         raise _VerifiedError
 
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
@@ -923,17 +926,18 @@ def verify_script(
         script.run()
     except (_VerifiedError, SystemExit):
         pass
-    except PolicyError:
-        raise
     except Exception as error:
         ending = f": {type(error).__name__}: {error}"
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
-    if not reports:
+    if not found:
         raise PolicyError(
             f"{script.name} cannot be verified: it ended before it trained a model{ending}"
         )
-    return dataclasses.replace(reports[0], what=f"{script.name}: {reports[0].what}")
+    (report,) = found
+    if isinstance(report, Exception):
+        raise report
+    return dataclasses.replace(report, what=f"{script.name}: {report.what}")
 
 
 def verify_function(
