@@ -230,7 +230,7 @@ class Simulation:
             if self.hooks.are_on_top():
                 self.recomputed += 1
                 if self._choices.random() < 0.3:
-                    self._proofs.forget()  # its operations are proven anew
+                    self._proofs.of(layer).clear()  # its operations are proven anew
                 recorder = Recorder(layer, self.hooks, self._proofs)
                 recorder.begin()
                 try:
