@@ -121,7 +121,7 @@ def offload(
             back to the CPU. None: the device that the model is on.
         materialize: how a model on the meta device gets its values: a function that is called with
             each module that has own parameters or buffers there, when these have memory on the CPU,
-            such as ``lambda module: module.reset_parameters()``.
+            such as ``lambda module: module.reset_parameters()``; or a folder of safetensors files.
 
     Returns:
         A handle that gives the statistics of the last step and can detach.

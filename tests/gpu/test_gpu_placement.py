@@ -135,27 +135,23 @@ def test_a_model_on_meta_is_made_module_by_module(device: torch.device) -> None:
         assert_bitwise_equal(values(model), expected_after_training(device))
 
 
-def test_a_model_on_meta_is_loaded_once_its_weights_rest(
-    device: torch.device, tmp_path: Path
-) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+def test_a_model_on_meta_is_read_from_files(device: torch.device, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
     saved = values(build())
     norms = {name: each for name, each in saved.items() if "norm" in name}
     others = saved.keys() - norms.keys() - {"outside.weight"}  # which is tied
-    safetensors.save_file(norms, tmp_path / "a.safetensors")
-    safetensors.save_file({name: saved[name] for name in others}, tmp_path / "b.safetensors")
+    save_file(norms, tmp_path / "a.safetensors")
+    save_file({name: saved[name] for name in others}, tmp_path / "b.safetensors")
     model = on_meta()
     with ebbtide.offload(
-        model,
-        weights=ebbtide.WeightPolicy(),
-        device=device.type,
-        materialize=lambda _: None,
+        model, weights=ebbtide.WeightPolicy(), device=device.type, materialize=tmp_path
     ):
-        for file in tmp_path.glob("*.safetensors"):
-            model.load_state_dict(safetensors.load_file(file), strict=False)
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer, words_on(device))
         assert_bitwise_equal(values(model), expected_after_training(device))
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ebbtide.PolicyError, match=r"blocks\.0\.norm\.weight"):
+        ebbtide.offload(on_meta(), device=device.type, materialize=tmp_path)
 
 
 def test_state_follows_its_weights(device: torch.device) -> None:

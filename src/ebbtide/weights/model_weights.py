@@ -9,8 +9,11 @@ of the weights for a moment, and happens a few times in a training run.
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from ebbtide.devices.process import OptimizerWatch
 from ebbtide.errors import PolicyError
-from ebbtide.policy import WeightPolicy, refuse
+from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.layers import LayerModules, match_layers
 from ebbtide.runtime.parameter_index import find_sharded_parameters
@@ -37,8 +40,8 @@ from ebbtide.weights.overlap import StepOverlap, find_overlap
 
 CPU: Final = torch.device("cpu")
 
-Materialize = Callable[[nn.Module], object]
-"""Gives a module's own parameters and buffers their values."""
+Materialize = Callable[[nn.Module], object] | str | os.PathLike[str]
+"""Gives a module's own parameters their values, or is a folder of safetensors that has them."""
 
 
 def offload_weights(
@@ -316,20 +319,36 @@ def materialize(model: nn.Module, how: Materialize) -> None:
         model: the model.
         how: is called with each module that has parameters or buffers on meta, in the order of
             ``model.modules()``, when these have memory, to set their values, such as
-            ``lambda module: module.reset_parameters()``.
+            ``lambda module: module.reset_parameters()``. Or a folder of safetensors files that
+            contains all of them by their names in the model's ``state_dict``.
 
     Raises:
-        PolicyError: ``how`` is no function.
+        PolicyError: ``how`` is neither, or a value is missing or has another shape.
+        OSError: a file cannot be read.
     """
-    if not callable(how):
-        advice = "such as lambda module: module.reset_parameters()"
-        refuse("materialize", "a function that is given a module", how, advice)
-    for module in model.modules():
-        empty = list(_on_meta(module))
-        for name, each in empty:
-            _make_real(module, name, each)
-        if empty:
-            how(module)
+    if callable(how):
+        for module in model.modules():
+            if [_make_real(module, name, each) for name, each in _on_meta(module)]:
+                how(module)
+        return
+    with ExitStack() as files:
+        values = _open_folder(files, how)
+        for prefix, module in model.named_modules():
+            for name, each in list(_on_meta(module)):
+                full = f"{prefix}.{name}" if prefix else name
+                if full not in values:
+                    raise PolicyError(
+                        f"materialize={str(how)!r} has no value for {full}; tie or set it in a "
+                        f"callable instead, or save the whole state_dict there"
+                    )
+                value = values[full](full)
+                if value.shape != each.shape:
+                    raise PolicyError(
+                        f"{full} has shape {tuple(value.shape)} in {str(how)!r}, and the model "
+                        f"has {tuple(each.shape)}; build the model with the settings of the files"
+                    )
+                with torch.no_grad():
+                    _make_real(module, name, each).copy_(value)
 
 
 def _on_meta(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -340,11 +359,32 @@ def _on_meta(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, each
 
 
-def _make_real(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _make_real(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Give a parameter or buffer on the meta device memory on the CPU, without values."""
     real = torch.empty_like(tensor, device=CPU)
-    if isinstance(tensor, nn.Parameter):
-        # The Python object becomes a tensor on the CPU: modules and optimizers refer to it.
-        exchange_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
-    else:
+    if not isinstance(tensor, nn.Parameter):
         module._buffers[name] = real
+        return real
+    # The Python object becomes a tensor on the CPU: modules and optimizers refer to it.
+    exchange_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+    return tensor
+
+
+def _open_folder(files: ExitStack, folder: object) -> Mapping[str, Callable[[str], Tensor]]:
+    """Return a function for each tensor in a folder of safetensors files that reads it."""
+    if not isinstance(folder, str | os.PathLike):
+        raise PolicyError(
+            f"materialize must be a function of a module or a folder of safetensors files, got "
+            f"{folder!r}"
+        )
+    paths = sorted(Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"there are no *.safetensors files in {str(folder)!r}")
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise PolicyError(
+            "materialize with a folder reads safetensors files: pip install safetensors"
+        ) from None
+    readers = [files.enter_context(safe_open(path, framework="pt")) for path in paths]
+    return {name: reader.get_tensor for reader in readers for name in reader.keys()}  # noqa: SIM118
