@@ -258,7 +258,7 @@ def wrap_forward_with_offload(
     Args:
         forward: a module's bound forward, or any callable.
         activations: as for `offload`. A callable has no layers, so `num_layers`, `keep_last` and
-            `fraction` must keep their defaults.
+            `mode` must keep their defaults.
         store: as for `offload`.
         device: the device that the callable computes on, if it refers to no module with
             parameters. None means the current accelerator if there is one, else the CPU.

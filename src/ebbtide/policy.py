@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ class ActivationPolicy:
         min_bytes: smaller tensors stay on the device. An int, or text such as ``"1MiB"``.
         keep_last: number of layers at the end of the forward that stay on the device. Their
             backward comes first, so their copies have the least time to hide behind compute.
-        fraction: share of these layers to offload, spread evenly; 0.5 offloads every second layer.
-            If it is less than 1, tensors saved outside layers stay on the device.
         max_inflight_bytes: bound, for each direction, on the bytes that occupy device memory only
             because their copy is in flight: unfinished offloads, and reloads that are not yet used.
             A single tensor larger than the bound still moves, alone. ``None`` means 256 MiB for a
@@ -45,7 +42,7 @@ class ActivationPolicy:
             tensor, such as a GELU's output from its input. Such a tensor is neither kept nor
             offloaded; backward runs the operation again, which gives the same bits. With
             ``num_layers=0`` nothing is offloaded, and rebuilding is all that happens.
-        mode: what is done with the layers that `num_layers`, `keep_last` and `fraction` choose.
+        mode: what is done with the layers that `num_layers` and `keep_last` choose.
             ``"offload"`` offloads what they save. ``"recompute"`` keeps only their inputs, on the
             device: backward runs their forward again (`torch.utils.checkpoint`), and nothing is
             offloaded. ``"recompute+offload"`` recomputes them in the same way and offloads their
@@ -58,13 +55,12 @@ class ActivationPolicy:
     num_layers: int | None = None
     min_bytes: int | str = DEFAULT_MIN_BYTES
     keep_last: int = 0
-    fraction: float = 1.0
     max_inflight_bytes: int | str | None = None
     rebuild: bool = True
     mode: Literal["offload", "recompute", "recompute+offload"] = "offload"
 
     def __post_init__(self) -> None:
-        _check_share(self)
+        _check_choice(self)
         check_switch("rebuild", self.rebuild)
         if self.mode not in _MODES:
             modes = ", ".join(f'"{mode}"' for mode in _MODES)
@@ -75,7 +71,7 @@ class ActivationPolicy:
     @property
     def counts_layers(self) -> bool:
         """Whether the policy selects layers, rather than everything that is large enough."""
-        return self.num_layers is not None or self.keep_last > 0 or self.fraction < 1
+        return self.num_layers is not None or self.keep_last > 0
 
     @property
     def recomputes(self) -> bool:
@@ -86,10 +82,6 @@ class ActivationPolicy:
     def offloads(self) -> bool:
         """Whether saved tensors are offloaded at all."""
         return self.mode != "recompute"
-
-    def chooses(self, index: int) -> bool:
-        """Return whether ``fraction`` selects the layer with this index."""
-        return is_in_share(index, self.fraction)
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,6 @@ class WeightPolicy:
         num_layers: offload the weights of the first ``num_layers`` layers of the model. ``None``
             means all layers.
         keep_last: number of layers at the end of the model whose weights stay on the device.
-        fraction: share of these layers to offload, spread evenly; 0.5 offloads every second layer.
         double_buffering: copy the next layer's weights into a second buffer while a layer computes,
             so that the copy costs no time. With ``False``, one layer's weights are on the device at
             a time, and each layer waits for its own.
@@ -124,35 +115,25 @@ class WeightPolicy:
 
     num_layers: int | None = None
     keep_last: int = 0
-    fraction: float = 1.0
     double_buffering: bool = True
     min_bytes: int | str = 0
     param_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        _check_share(self)
+        _check_choice(self)
         check_switch("double_buffering", self.double_buffering)
         if self.param_dtype not in (None, torch.bfloat16, torch.float16):
             advice = "that of torch.autocast"
             refuse("param_dtype", "torch.bfloat16, torch.float16 or None", self.param_dtype, advice)
 
 
-def is_in_share(index: int, fraction: float) -> bool:
-    """Return whether the layer with this index belongs to a share of all layers, spread evenly."""
-    slack = 1e-9  # makes up for rounding, so that a fraction of 1/3 selects three layers of nine
-    return math.floor((index + 1) * fraction + slack) > math.floor(index * fraction + slack)
-
-
-def _check_share(policy: ActivationPolicy | WeightPolicy) -> None:
+def _check_choice(policy: ActivationPolicy | WeightPolicy) -> None:
     """Check which layers a policy chooses, and parse its ``min_bytes``."""
     for name in ("num_layers", "keep_last"):
         value = getattr(policy, name)
         if value is not None or name == "keep_last":
             number = parse_number(name, value, "a whole number of layers, 0 or more")
             object.__setattr__(policy, name, number)
-    share: object = policy.fraction
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        refuse("fraction", "a share of the layers, from 0 to 1", share)
     _parse_size(policy, "min_bytes")
 
 
@@ -338,6 +319,6 @@ def refuse_choice(policy: ActivationPolicy, why: str) -> None:
     """
     if policy.counts_layers or policy.recomputes:
         raise PolicyError(
-            f"num_layers, keep_last, fraction and mode of ActivationPolicy choose layers of a "
-            f"model, so leave them out: {why}"
+            f"num_layers, keep_last and mode of ActivationPolicy choose layers of a model, so "
+            f"leave them out: {why}"
         )

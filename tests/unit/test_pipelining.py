@@ -203,10 +203,9 @@ def test_weights_rest_on_the_host(kind: Any, num_stages: int, block: Any, on: st
 @pytest.mark.parametrize(
     ("policy", "resting"),
     [
-        (ebbtide.WeightPolicy(fraction=0.5), [1, 3, 5]),  # every second one
         (ebbtide.WeightPolicy(num_layers=4), [0, 1, 2, 3]),
         (ebbtide.WeightPolicy(keep_last=2), [0, 1, 2, 3]),
-        (ebbtide.WeightPolicy(num_layers=5, keep_last=2, fraction=0.5), [1, 3]),
+        (ebbtide.WeightPolicy(num_layers=3, keep_last=2), [0, 1, 2]),
     ],
 )
 def test_a_weight_policy_counts_the_layers_of_all_stages(
@@ -407,7 +406,6 @@ def test_two_attaches_are_refused() -> None:
             for policy in (
                 ActivationPolicy(num_layers=1),
                 ActivationPolicy(keep_last=1),
-                ActivationPolicy(fraction=0.5),
             )
         ),
         ({"resident": 2, "store": "host"}, PolicyError, "RAM to RAM"),

@@ -18,7 +18,6 @@ def test_defaults() -> None:
         "num_layers": None,
         "min_bytes": 1024 * 1024,
         "keep_last": 0,
-        "fraction": 1.0,
         "max_inflight_bytes": None,
         "rebuild": True,
         "mode": "offload",
@@ -90,34 +89,10 @@ def test_rebuild_is_a_switch() -> None:
         ActivationPolicy(rebuild="yes")
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, True, "half", None])
-@pytest.mark.parametrize("policy", [ActivationPolicy, ebbtide.WeightPolicy])
-def test_a_fraction_is_a_share(policy: type, fraction: object) -> None:
-    with pytest.raises(PolicyError):
-        policy(fraction=fraction)
-
-
-@pytest.mark.parametrize(
-    ("fraction", "chosen"),
-    [
-        (0.0, []),
-        (0.25, [3, 7]),
-        (1 / 3, [2, 5, 8]),
-        (0.5, [1, 3, 5, 7, 9]),
-        (0.75, [1, 2, 3, 5, 6, 7, 9]),
-        (1, list(range(10))),
-    ],
-)
-def test_a_share_is_spread_evenly(fraction: float, chosen: list[int]) -> None:
-    policy = ActivationPolicy(fraction=fraction)
-    assert [index for index in range(10) if policy.chooses(index)] == chosen
-
-
 def test_counting_layers() -> None:
     assert not ActivationPolicy().counts_layers
     assert ActivationPolicy(num_layers=0).counts_layers
     assert ActivationPolicy(keep_last=1).counts_layers
-    assert ActivationPolicy(fraction=0.5).counts_layers
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True])

@@ -71,12 +71,12 @@ def offload_stages(
         lead: as for `ebbtide.schedule.from_pipeline`.
         schedule: the complete offload schedule, instead of ``resident``; it must have the order of
             this rank.
-        activations: `min_bytes` and `rebuild` apply. `num_layers`, `keep_last` and `fraction` must
-            be left at their defaults, because the schedule decides which units are offloaded.
+        activations: `min_bytes` and `rebuild` apply. `num_layers` and `keep_last` must be left at
+            their defaults, because the schedule decides which units are offloaded.
         weights: which weights of the stages' layers are offloaded, as for `ebbtide.offload`; None:
             none. The layers of a stage are its repeated blocks, or the whole stage if it has none.
-            `num_layers`, `keep_last` and `fraction` count the layers of all the rank's stages
-            together, beginning with the first stage.
+            `num_layers` and `keep_last` count the layers of all the rank's stages together,
+            beginning with the first stage.
         store: as for `ebbtide.offload`.
         host_budget: as for `ebbtide.offload`.
         trace: as for `ebbtide.offload`; layers are numbered by their stage.

@@ -255,8 +255,8 @@ def kept_by_choice(evidence: Evidence) -> Iterator[Finding]:
         setting = "a smaller budget: the plan keeps what fits"
     elif evidence.follows_schedule:
         setting = "offload these layers in the schedule, too"
-    elif policy.num_layers is not None or policy.keep_last or policy.fraction < 1:
-        setting = "raise num_layers or fraction, or lower keep_last, in ActivationPolicy"
+    elif policy.counts_layers:
+        setting = "raise num_layers or lower keep_last in ActivationPolicy"
     else:
         setting = "give layers= the modules that save them, or remove marks (mark_not_offload)"
     where = f"layers {_ranges(layers)}" if layers else "code outside layers"

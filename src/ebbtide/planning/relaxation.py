@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, final
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import PlanBudget, StorageUses
 from ebbtide.planning.profile import LayerProfile, StepProfile
-from ebbtide.policy import is_in_share
 
 _STRAY: Final = b"HighsMipSolverData::"  # how the solver's line begins
 _LOCK: Final = threading.Lock()
@@ -197,11 +196,12 @@ def resting_choices(profile: StepProfile, least_bytes: float) -> Iterator[Restin
 
 def _spread(profile: StepProfile, count: int) -> Resting:
     """Return that the weights of some modules rest on the host, spread evenly over the step."""
-    owners = profile.weight_owners()
+    owners = list(profile.weight_owners().values())
+    # Owner n is chosen if n / len(owners) times the count passes the next whole number with it.
     chosen = {
         index
-        for number, layers in enumerate(owners.values())
-        if is_in_share(number, count / len(owners))
+        for number, layers in enumerate(owners)
+        if (number + 1) * count // len(owners) > number * count // len(owners)
         for index in layers
     }
     return tuple(index in chosen for index in range(len(profile.layers)))

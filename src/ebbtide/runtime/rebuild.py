@@ -393,8 +393,7 @@ class Placement:
         policy = self._policy
         if self._layers_only or self.layers is not None:
             return False
-        chosen = policy.num_layers != 0 and policy.fraction > 0
-        return policy.rebuild or chosen
+        return policy.rebuild or policy.num_layers != 0
 
     def offloads(self, layer: Layer | None) -> bool:
         """Whether the storages of a layer are offloaded by default.
@@ -412,7 +411,7 @@ class Placement:
         if not policy.offloads:
             return False
         if layer is None:
-            return policy.num_layers is None and policy.fraction == 1 and not self._layers_only
+            return policy.num_layers is None and not self._layers_only
         return self._chooses(layer)
 
     def recomputes(self, layer: Layer) -> bool:
@@ -428,8 +427,7 @@ class Placement:
         policy = self._policy
         if policy.num_layers is not None and layer.index >= policy.num_layers:
             return False
-        last = self.num_calls is not None and layer.index >= self.num_calls - policy.keep_last
-        return policy.chooses(layer.index) and not last
+        return self.num_calls is None or layer.index < self.num_calls - policy.keep_last
 
     def decide(
         self, scope: Scope, number: int, tensor: Tensor, storage: torch.UntypedStorage

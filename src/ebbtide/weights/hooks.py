@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
-from ebbtide.policy import WeightPolicy, is_in_share
+from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.compiled import register_hooks
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import Saved
@@ -102,11 +102,8 @@ def choose_units(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
                 f"others by layers=[...], or leave {field} out"
             )
     least_bytes = max(int(policy.min_bytes), 1)
-    return [
-        unit
-        for number, unit in enumerate(units[: len(units) - policy.keep_last][: policy.num_layers])
-        if is_in_share(number, policy.fraction) and _size_bytes(unit) >= least_bytes
-    ]
+    chosen = units[: len(units) - policy.keep_last][: policy.num_layers]
+    return [unit for unit in chosen if _size_bytes(unit) >= least_bytes]
 
 
 def _size_bytes(unit: Unit) -> int:
@@ -282,7 +279,7 @@ class AbstractWeights(ABC):
         if found and not units:
             raise PolicyError(
                 f"{policy} selects none of the model's {len(found)} layers; leave weights out to "
-                f"offload none, or change num_layers, keep_last, fraction or min_bytes"
+                f"offload none, or change num_layers, keep_last or min_bytes"
             )
         _refuse_sharded(model, (each for *_, named in units for each in named))
         check_units(units)
