@@ -115,26 +115,16 @@ def check_units(units: Sequence[Unit]) -> None:
     """Check that the bytes of all parameters can rest side by side.
 
     Raises:
-        PolicyError: those of one cannot, or there are no units.
+        PolicyError: those of one cannot.
     """
-    if not units:
-        raise PolicyError(
-            "no layer has weights to offload: name some, layers=[model.encoder, ...], or lower "
-            "WeightPolicy(min_bytes=...)"
-        )
     for *_, named in units:
         for name, parameter in named:
-            kind = type(parameter).__name__
-            if type(parameter) is nn.Parameter:
-                kind = "nested" if parameter.is_nested else "sparse"
-            if (
-                type(parameter) is not nn.Parameter
-                or parameter.layout is not torch.strided
-                or parameter.is_nested
-            ):
+            is_dense = parameter.layout is torch.strided and not parameter.is_nested
+            if type(parameter) is not nn.Parameter or not is_dense:
                 raise PolicyError(
-                    f"{name} is no plain parameter ({kind}), and the weights of a layer rest side "
-                    f"by side as plain bytes; leave that layer out: name the others, layers=[...]"
+                    f"{name} is no plain parameter ({type(parameter).__name__}, "
+                    f"{parameter.layout}), and the weights of a layer rest side by side as plain "
+                    f"bytes; leave that layer out: name the others, layers=[...]"
                 )
             if parameter.is_inference():
                 raise PolicyError(
@@ -150,9 +140,6 @@ def leave_first(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
     Transformers and Diffusers does, and get the device that the model computes on.
 
     In a model that begins with a block, that parameter rests. See `_moved`.
-
-    Raises:
-        PolicyError: there is no other parameter.
     """
     first = next(model.parameters())
     alone = any(
@@ -160,13 +147,7 @@ def leave_first(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
         for modules, _, named in units
         for module in modules
     )
-    left = _without(units, {id(first)} if alone else ())
-    if not left:
-        raise PolicyError(
-            "the only weight that could be offloaded is the model's first parameter, which stays "
-            "on the device because programs ask it for the model's device; leave weights out"
-        )
-    return left
+    return _without(units, {id(first)} if alone else ())
 
 
 def leave_shared(units: Sequence[Unit]) -> list[Unit]:
@@ -276,15 +257,17 @@ class AbstractWeights(ABC):
         found = find_units(layers)
         refuse_lazy(found)
         units = choose_units(found, policy)
-        if found and not units:
-            raise PolicyError(
-                f"{policy} selects none of the model's {len(found)} layers; leave weights out to "
-                f"offload none, or change num_layers, keep_last or min_bytes"
-            )
         _refuse_sharded(model, (each for *_, named in units for each in named))
         check_units(units)
         if self._home.type != "cpu":
             units = leave_first(units, model)
+        if not units:
+            raise PolicyError(
+                f"{policy} selects none of the model's {len(found)} layers with weights; on an "
+                f"accelerator the model's first parameter stays, if it is alone in its layer. "
+                f"Leave weights out to offload none, change num_layers, keep_last or min_bytes, or "
+                f"name layers, layers=[model.encoder, ...]"
+            )
         units = leave_shared(units)
         self.groups: list[WeightGroup] = []
         try:
