@@ -47,12 +47,11 @@ def on_device(
     """What is offloaded within uses this device. Gives the transfers that were built."""
     built: list[Transfers] = []
 
-    def build_transfers(*_: Any, **others: Any) -> Transfers:
-        traced = bool(others.get("traced"))
-        built.append(Transfers(device, make_store(), bound_bytes, traced=traced))
+    def build_transfers(engine: Any, _: torch.device) -> Transfers:
+        built.append(Transfers(device, make_store(), bound_bytes, traced=engine.is_traced))
         return built[-1]
 
-    with mock.patch("ebbtide.runtime.engine.build_transfers", build_transfers):
+    with mock.patch("ebbtide.runtime.engine.Engine._build_transfers", build_transfers):
         yield built
 
 

@@ -528,15 +528,7 @@ class Engine:
             is_whole: whether nothing remains to be done. If something does, or an interrupt comes
                 before all parts are there, the next forward builds them again.
         """
-        transfers = build_transfers(
-            torch_device,
-            self._store,
-            self.policy,
-            host_limit=self._host_limit,
-            scales=self.mode is None,
-            traced=self.is_traced,
-            maker=self._make_device,
-        )
+        transfers = self._build_transfers(torch_device)
         transfers.is_broken = True  # until all parts belong together
         self.transfers = transfers
         if self._record is not None:
@@ -550,6 +542,31 @@ class Engine:
         index = ParameterIndex(self.modules)
         self._hooks = SavedTensorHooks(self.activations, self.placement, index)
         transfers.is_broken = not is_whole
+
+    def _build_transfers(self, torch_device: torch.device) -> Transfers:
+        """Build the transfers between a device and the store.
+
+        Raises:
+            PolicyError: the store's name is unknown or does not fit the device, a budget is given
+                for a tier that is not used, or copies on the device cannot run beside compute.
+        """
+        if torch_device.type in _WITHOUT_STREAMS:
+            raise PolicyError(
+                f"the model is on {torch_device}, for which torch has only one stream, so copies "
+                f"cannot run beside compute; move the model to the CPU, from where activations and "
+                f'weights can be offloaded to disk: model.to("cpu")'
+            )
+        bound_bytes = _CPU_INFLIGHT_BYTES if torch_device.type == "cpu" else INFLIGHT_BYTES
+        given = self.policy.max_inflight_bytes
+        if given is not None:
+            bound_bytes = int(given)
+        kind, directory = parse_store(self._store)
+        device = self._make_device(torch_device)
+        store = build_store(device, kind, directory, self._host_limit)
+        scales = given is None and self.mode is None
+        transfers = Transfers(device, store, bound_bytes, scales=scales, traced=self.is_traced)
+        store.on_progress = call_weakly(transfers.poll)
+        return transfers
 
 
 def _find_at_rest(engine: weakref.ref[Engine]) -> frozenset[int]:
@@ -572,39 +589,3 @@ def _close_later(transfers: weakref.ref[Transfers]) -> None:
         return True
 
     watch(look, _CLOSING_S, "ebbtide-close")
-
-
-def build_transfers(
-    torch_device: torch.device,
-    store: str,
-    policy: ActivationPolicy,
-    *,
-    host_limit: int | None = None,
-    scales: bool = False,
-    traced: bool = False,
-    maker: DeviceMaker = make_device,
-) -> Transfers:
-    """Build the transfers between a device and a store.
-
-    The bound on the bytes in flight scales, if it may, unless the policy gives it.
-
-    Raises:
-        PolicyError: the store's name is unknown or does not fit the device, a budget is given for a
-            tier that is not used, or copies on the device cannot run beside compute.
-    """
-    if torch_device.type in _WITHOUT_STREAMS:
-        raise PolicyError(
-            f"the model is on {torch_device}, for which torch has only one stream, so copies "
-            f"cannot run beside compute; move the model to the CPU, from where activations and "
-            f'weights can be offloaded to disk: model.to("cpu")'
-        )
-    on_cpu = torch_device.type == "cpu"
-    bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else INFLIGHT_BYTES
-    if policy.max_inflight_bytes is not None:
-        bound_bytes, scales = int(policy.max_inflight_bytes), False
-    kind, directory = parse_store(store)
-    device = maker(torch_device)
-    chosen = build_store(device, kind, directory, host_limit)
-    transfers = Transfers(device, chosen, bound_bytes, scales=scales, traced=traced)
-    chosen.on_progress = call_weakly(transfers.poll)
-    return transfers
