@@ -91,9 +91,6 @@ class NotingStore(AbstractStore):
     ) -> Landing:
         return self._store.write(slot, offset_bytes, source, ready)
 
-    def read_ahead(self, slot: Slot) -> None:
-        self._store.read_ahead(slot)
-
     def drop(self, slot: Slot) -> None:
         self.moves.append(Move(self._numbers.pop(slot), slot.size_bytes, drops=True))
         self._store.drop(slot)
