@@ -381,6 +381,7 @@ class DeviceWeights(AbstractWeights):
         return self._running > 0 or any(group.open for group in self.groups)
 
     def is_working(self) -> bool:
+        """Whether the model's forward pass, one of its modules, or a backward is running."""
         return self._is_in_forward() or current_node() is not None
 
     # ---- device parameters --------------------------------------------------------------------
@@ -758,6 +759,7 @@ class DeviceWeights(AbstractWeights):
         super().start_anew(transfers)
 
     def settle(self) -> None:
+        """Block the host until no copy reads the host values, so that their memory can be freed."""
         with self._transfers.gate:
             copies, self._reading = self._reading, []
             copies += [event for _, event in self._transfers.reloads.abandoned]

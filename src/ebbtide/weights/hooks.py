@@ -334,10 +334,6 @@ class AbstractWeights(ABC):
             groups: the groups that the module uses.
         """
 
-    def is_working(self) -> bool:
-        """Whether the model's forward pass or one of its modules is running."""
-        return False
-
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:  # noqa: ARG002
         """Replace a saved tensor by a handle if it is a view or a cast of an offloaded weight.
 
@@ -349,9 +345,6 @@ class AbstractWeights(ABC):
             The handle; None if the tensor belongs to no offloaded weight.
         """
         return None
-
-    def settle(self) -> None:  # noqa: B027
-        """Block the host until no copy reads the host values, so that their memory can be freed."""
 
     @abstractmethod
     def _close(self) -> None:
