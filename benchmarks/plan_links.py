@@ -112,10 +112,8 @@ def _with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
         "d2h_bytes_per_s": bytes_per_s,
         "duplex_bytes_per_s": 1.5 * bytes_per_s,
     }
-    sources = tuple(
-        Source(each.figure, Kind.ASSUMED, "made up") if each.figure in figures else each
-        for each in hardware.sources
-    )
+    made_up = dict.fromkeys(figures, Source(Kind.ASSUMED, "made up"))
+    sources = {**hardware.sources, **made_up}
     return dataclasses.replace(hardware, sources=sources, **figures)
 
 

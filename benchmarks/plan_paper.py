@@ -61,8 +61,8 @@ def main() -> None:
 
 def _sources(hardware: Hardware) -> dict[str, Any]:
     return {
-        each.figure: [getattr(hardware, each.figure), each.kind.value, each.text]
-        for each in hardware.sources
+        figure: [getattr(hardware, figure), each.kind.value, each.text]
+        for figure, each in hardware.sources.items()
     }
 
 

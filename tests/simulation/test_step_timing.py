@@ -25,7 +25,6 @@ from ebbtide.planning import (
     open_windows,
     place,
 )
-from ebbtide.planning.hardware import FIGURES
 from ebbtide.runtime.stats import watch_nodes
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES
@@ -89,7 +88,7 @@ def make_hardware(bytes_per_s: float) -> Hardware:
         "host_memory_bytes": 10**12,
         "pinned_limit_bytes": 10**12,
     }
-    sources = tuple(Source(name, Kind.ASSUMED, "simulated") for name in FIGURES if name in figures)
+    sources = dict.fromkeys(figures, Source(Kind.ASSUMED, "simulated"))
     return Hardware(name="simulated", sources=sources, **figures)
 
 

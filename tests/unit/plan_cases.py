@@ -27,7 +27,6 @@ from ebbtide.planning import (
     StorageId,
 )
 from ebbtide.planning.contest import inflight_choices
-from ebbtide.planning.hardware import FIGURES
 from ebbtide.runtime.layers import find_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 
@@ -58,7 +57,7 @@ def make_link(
     }
     if copy_cost_s_per_mb is not None:
         figures["copy_cost_s_per_byte"] = copy_cost_s_per_mb / MB
-    sources = tuple(Source(name, Kind.ASSUMED, "made up") for name in FIGURES if name in figures)
+    sources = dict.fromkeys(figures, Source(Kind.ASSUMED, "made up"))
     return Hardware(name="made up", computes_on_host=computes_on_host, sources=sources, **figures)
 
 

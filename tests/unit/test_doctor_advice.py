@@ -76,7 +76,7 @@ def test_the_hardware_of_a_cpu() -> None:
     assert hardware.link_latency_s == pytest.approx(10e-6)
     assert hardware.disk_write_bytes_per_s == pytest.approx(2e9)
     assert hardware.matmul_flops("bfloat16") == pytest.approx(2e12)
-    assert {source.kind for source in hardware.sources} == {Kind.MEASURED}
+    assert {source.kind for source in hardware.sources.values()} == {Kind.MEASURED}
     assert Hardware.from_json(hardware.to_json()) == hardware
 
 

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning import SavedStorage, StepProfile, StorageId
-from plan_cases import MB, make_layer, make_profile, profiles
+from ebbtide.planning import PlannedStep, SavedStorage, StepProfile, StorageId, keep_all
+from plan_cases import MB, make_layer, make_link, make_profile, profiles
 
 
 @given(profile=profiles())
 @settings(deadline=None, max_examples=50)
 def test_text_round_trip(profile: StepProfile) -> None:
-    assert StepProfile.from_json(profile.to_json()) == profile
+    assert reread(profile) == profile
+
+
+def reread(profile: StepProfile, change: Any = lambda _: None) -> StepProfile:
+    """Read the profile in the file of a plan, whose content was changed."""
+    step = PlannedStep(
+        plan=keep_all(profile), profile=profile, hardware=make_link(1.0), budget_bytes=0
+    )
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        step.save(path)
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+        return PlannedStep.load(path).profile
 
 
 def with_storages(*storages: SavedStorage, **more: Any) -> StepProfile:
@@ -69,28 +85,41 @@ def test_what_is_wrong_is_named(build: Any, message: str) -> None:
         build()
 
 
+def profile_in(content: Any) -> Any:
+    return content["step"]["profile"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda content: content.update(format="other"), '"format" is not'),
         (lambda content: content.update(version=1), "has version 1"),
         (lambda content: content.update(version=True), "has version True"),
-        (lambda content: content.update(profile=[]), "must be an object"),
-        (lambda content: content["profile"].pop("layers"), "lacks layers"),
-        (lambda content: content["profile"].update(layers=3), "layers must be a list"),
-        (lambda content: content["profile"].update(layers=[3]), "layers must be an object"),
-        (lambda content: content["profile"].update(more=1), "unknown keys: more"),
-        (lambda content: content["profile"]["layers"][0].update(more=1), "unknown keys: more"),
-        (lambda content: content["profile"]["layers"][0].update(between=1), "of the type bool"),
+        (lambda content: content["step"].pop("budget_bytes"), "lacks budget_bytes"),
+        (lambda content: content["step"].update(budget_bytes=1.5), "of the type int"),
+        (lambda content: content.update(step=[]), "must be an object"),
+        (lambda content: profile_in(content).pop("layers"), "lacks layers"),
+        (lambda content: profile_in(content).update(layers=3), "layers must be a list"),
+        (lambda content: profile_in(content).update(layers=[3]), "layers must be an object"),
+        (lambda content: profile_in(content).update(more=1), "unknown keys: more"),
         (
-            lambda content: content["profile"]["layers"][0].update(input_same_as=[0]),
+            lambda content: profile_in(content)["layers"][0].update(more=1),
+            "unknown keys: more",
+        ),
+        (
+            lambda content: profile_in(content)["layers"][0].update(between=1),
+            "of the type bool",
+        ),
+        (
+            lambda content: profile_in(content)["layers"][0].update(input_same_as=[0]),
             r"\[layer, number\]",
         ),
-        (lambda content: content["profile"].update(fixed_bytes=-1), "fixed_bytes of the step"),
+        (
+            lambda content: profile_in(content).update(fixed_bytes=-1),
+            "fixed_bytes of the step",
+        ),
     ],
 )
 def test_text_that_is_no_profile_is_refused(change: Any, message: str) -> None:
-    content = json.loads(make_profile(make_layer(1)).to_json())
-    change(content)
     with pytest.raises(PolicyError, match=message):
-        StepProfile.from_json(json.dumps(content))
+        reread(make_profile(make_layer(1)), change)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.planning import Hardware, Kind, Source
+from ebbtide.planning import Hardware
 from ebbtide.tools.roofline import count_flops, count_traffic, operator_seconds
 from plan_cases import fake_profile
 
@@ -23,14 +23,6 @@ SLOW = dataclasses.replace(
     device_memory_bytes_per_s=1e6,
     matmul_fp32_flops=1e9,
     fft_flops=1e8,
-    sources=(
-        *Hardware.named("h100").sources,
-        *(
-            [Source("fft_flops", Kind.ASSUMED, "a round figure")]
-            if Hardware.named("h100").fft_flops is None
-            else []
-        ),
-    ),
 )
 
 

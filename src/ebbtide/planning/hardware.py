@@ -18,7 +18,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -65,12 +65,10 @@ class Source(NamedTuple):
     """Where one figure of a `Hardware` comes from.
 
     Attributes:
-        figure: the field of `Hardware`.
         kind: how the figure is known.
         text: the data sheet, the publication or the measurement.
     """
 
-    figure: str
     kind: Kind
     text: str
 
@@ -112,11 +110,11 @@ class Hardware:
         copy_cost_s_per_byte: seconds of computing that each byte costs that is copied in one of the
             directions, where copies need the processor and the memory that compute; None: none, as
             an accelerator has engines for copies.
-        sources: one source for each figure that is not None.
+        sources: where each figure comes from, by the name of its field.
 
     Raises:
-        PolicyError: a figure is not a positive number or has no source, or both ways at once are
-            faster than their sum.
+        PolicyError: a figure is not a positive number, or both ways at once are faster than their
+            sum.
     """
 
     name: str
@@ -138,7 +136,7 @@ class Hardware:
     disk_write_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     copy_cost_s_per_byte: float | None = None
-    sources: tuple[Source, ...] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -158,20 +156,6 @@ class Hardware:
                 f"duplex_bytes_per_s is {self.duplex_bytes_per_s:g}, more than both directions "
                 f"have alone ({total:g}); give the sum of what both get when they run at once"
             )
-        self._check_sources()
-
-    def _check_sources(self) -> None:
-        sourced = [source.figure for source in self.sources]
-        for figure in FIGURES:
-            wanted = 0 if getattr(self, figure) is None else 1
-            if sourced.count(figure) != wanted:
-                raise PolicyError(
-                    f"{figure} needs {wanted} source{'' if wanted == 1 else 's'}, got "
-                    f"{sourced.count(figure)}; give Source({figure!r}, Kind.ASSUMED, 'why')"
-                )
-        unknown = sorted(set(sourced) - set(FIGURES))
-        if unknown:
-            raise PolicyError(f"sources has figures that Hardware has not: {', '.join(unknown)}")
 
     @classmethod
     def named(cls, name: str, *, achievable: bool = False) -> Hardware:
@@ -199,17 +183,6 @@ class Hardware:
         """The names of the presets. Case does not matter, and ``_`` and spaces stand for ``-``."""
         return tuple(_presets())
 
-    def source_of(self, figure: str) -> Source:
-        """Return the source of one figure, such as ``"h2d_bytes_per_s"``.
-
-        Raises:
-            PolicyError: there is no such figure, or it is None.
-        """
-        for source in self.sources:
-            if source.figure == figure:
-                return source
-        raise PolicyError(f"{self.name} has no figure {figure!r}; see Hardware's fields")
-
     def matmul_flops(self, dtype: object, *, tf32: bool = False) -> float:
         """Return the FLOP/s of large matrix products.
 
@@ -222,15 +195,15 @@ class Hardware:
             PolicyError: there is no figure for the type.
         """
         name = str(dtype).removeprefix("torch.")
-        field = _NAMES.get(name)
-        if field is None:
+        figure = _NAMES.get(name)
+        if figure is None:
             raise PolicyError(
                 f"no figure for products of {name}; there is one for {', '.join(_NAMES)}"
             )
-        flops: float | None = getattr(self, field)
-        if tf32 and field == "matmul_fp32_flops" and self.matmul_tf32_flops is not None:
+        flops: float | None = getattr(self, figure)
+        if tf32 and figure == "matmul_fp32_flops" and self.matmul_tf32_flops is not None:
             flops = self.matmul_tf32_flops
-        if flops is None and field == "matmul_fp64_flops":
+        if flops is None and figure == "matmul_fp64_flops":
             raise PolicyError(f"{self.name} has no figure for products of {name}")
         return self.matmul_fp32_flops if flops is None else flops
 
@@ -259,27 +232,18 @@ class Hardware:
                 figure is wrong.
         """
         advice = "`ebbtide doctor --json` writes one where it can measure everything"
-        entry = read_document(text, FORMAT, VERSION, "hardware", advice)
-        sources = entry.get("sources", {})
-        if not isinstance(sources, dict):
-            raise PolicyError(f'"sources" must map figures to [kind, text], got {sources!r}')
-        rows = [[figure, *_as_list(source)] for figure, source in sources.items()]
-        return read_as(cls, {**entry, "sources": rows})
-
-
-def _as_list(entry: Any) -> list[Any]:
-    return entry if isinstance(entry, list) else [entry]
+        return read_as(cls, read_document(text, FORMAT, VERSION, "hardware", advice))
 
 
 FIGURES: Final = tuple(
-    field.name
-    for field in dataclasses.fields(Hardware)
-    if field.name not in ("name", "computes_on_host", "sources")
+    each.name
+    for each in dataclasses.fields(Hardware)
+    if each.name not in ("name", "computes_on_host", "sources")
 )
 """The names of all figures, in order."""
 
 _OPTIONAL: Final = frozenset(
-    field.name for field in dataclasses.fields(Hardware) if field.default is None
+    each.name for each in dataclasses.fields(Hardware) if each.default is None
 )
 _MAY_BE_ZERO: Final = ("link_latency_s", "pinned_limit_bytes", "copy_cost_s_per_byte")
 
@@ -293,14 +257,8 @@ def document(hardware: Hardware | None, figures: Mapping[str, Any] | None = None
     """
     entry = None
     if hardware is not None:
-        entry = {
-            field.name: getattr(hardware, field.name)
-            for field in dataclasses.fields(hardware)
-            if field.name != "sources"
-        }
-        entry["sources"] = {
-            source.figure: [source.kind.value, source.text] for source in hardware.sources
-        }
+        sources = {name: [each.kind.value, each.text] for name, each in hardware.sources.items()}
+        entry = {**dataclasses.asdict(hardware), "sources": sources}
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "hardware": entry}
     return content if figures is None else {**content, "figures": dict(figures)}
 
@@ -329,9 +287,7 @@ def _build(preset: dict[str, Any], achievable: bool) -> Hardware:
     return Hardware(
         name=preset["name"],
         computes_on_host=preset["computes_on_host"],
-        sources=tuple(
-            Source(name, entries[name][0], entries[name][2]) for name in FIGURES if name in entries
-        ),
+        sources={name: Source(kind, text) for name, (kind, _, text) in entries.items()},
         **values,
     )
 

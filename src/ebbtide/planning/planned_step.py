@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -11,8 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import read_document, write_document
+from ebbtide.planning.documents import read_as, read_document, write_document
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import CautiousTiming
@@ -20,7 +18,7 @@ from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.units import format_seconds, format_size, text_block
 
 FORMAT: Final = "ebbtide-planned-step"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 _WIDTH: Final = 14  # columns of the names of layers,
@@ -72,13 +70,9 @@ class PlannedStep:
         Raises:
             OSError: the file cannot be written.
         """
-        parts = {"plan": self.plan, "profile": self.profile, "hardware": self.hardware}
-        entry: dict[str, object] = {
-            name: json.loads(part.to_json())  # type: ignore[attr-defined]
-            for name, part in parts.items()
-        }
-        entry["budget_bytes"] = self.budget_bytes
-        Path(path).write_text(write_document(FORMAT, VERSION, "step", entry))
+        entry = dataclasses.asdict(self)
+        saved = {name: entry[name] for name in ("plan", "profile", "hardware", "budget_bytes")}
+        Path(path).write_text(write_document(FORMAT, VERSION, "step", saved))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PlannedStep:
@@ -88,20 +82,8 @@ class PlannedStep:
             OSError: the file cannot be read.
             PolicyError: the file is something else.
         """
-        entry = read_document(Path(path).read_text(), FORMAT, VERSION, "step", "plan again")
-        try:
-            parts = {name: json.dumps(entry[name]) for name in ("plan", "profile", "hardware")}
-            budget_bytes = entry["budget_bytes"]
-        except KeyError as error:
-            raise PolicyError(f"the plan in {path} lacks {error}; plan again") from None
-        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-            raise PolicyError(f"budget_bytes in {path} must be a whole number; plan again")
-        return cls(
-            plan=Plan.from_json(parts["plan"]),
-            profile=StepProfile.from_json(parts["profile"]),
-            hardware=Hardware.from_json(parts["hardware"]),
-            budget_bytes=budget_bytes,
-        )
+        text = Path(path).read_text()
+        return read_as(cls, read_document(text, FORMAT, VERSION, "step", "plan again"))
 
     @property
     def summary(self) -> str:

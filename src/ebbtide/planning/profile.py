@@ -18,14 +18,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import NamedTuple, final
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import check_number, read_as, read_document, write_document
+from ebbtide.planning.documents import check_number
 from ebbtide.policy import DEFAULT_MIN_BYTES
-
-FORMAT: Final = "ebbtide-step-profile"
-VERSION: Final = 2
 
 
 class StorageId(NamedTuple):
@@ -275,20 +272,6 @@ class StepProfile:
         if layer.input_same_as is not None:
             sizes.pop(layer.input_same_as, None)
         return sum(sizes.values())
-
-    def to_json(self) -> str:
-        """Return the profile as text that `from_json` reads."""
-        return write_document(FORMAT, VERSION, "profile", dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StepProfile:
-        """Read what `to_json` wrote.
-
-        Raises:
-            PolicyError: the text is something else, has keys that are missing or not known, or a
-                figure is wrong.
-        """
-        return read_as(cls, read_document(text, FORMAT, VERSION, "profile", "profile again"))
 
 
 def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage) -> None:

@@ -403,10 +403,7 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
     figures = {name: getattr(hardware, name) for name in rates} | known
     figures["duplex_bytes_per_s"] = sum(figures.values())
     text = "the copies of a training step"
-    sources = tuple(
-        Source(each.figure, Kind.MEASURED, text) if each.figure in figures else each
-        for each in hardware.sources
-    )
+    sources = {**hardware.sources, **dict.fromkeys(figures, Source(Kind.MEASURED, text))}
     changes: dict[str, Any] = dict(figures)
     return dataclasses.replace(hardware, sources=sources, **changes)
 

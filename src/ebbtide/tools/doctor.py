@@ -398,7 +398,7 @@ class Examination:
         values = {key: value for key, value in measured.items() if value is not None}
         text = f"ebbtide doctor on {time.strftime('%Y-%m-%d')}, torch {facts.torch_version}"
         name = facts.accelerator or f"{facts.cpu}, {facts.cores} cores"
-        sources = tuple(Source(key, Kind.MEASURED, text) for key in values)
+        sources = dict.fromkeys(values, Source(Kind.MEASURED, text))
         return Hardware(name=name, computes_on_host=self.on_cpu, sources=sources, **values)
 
 

@@ -420,7 +420,7 @@ def _rules(found: Findings) -> Iterator[RenderableType]:
 
 def origin(hardware: Hardware) -> str:
     """Return what the figures of a machine's steps are worth, in sentences."""
-    measured = any(source.kind is Kind.MEASURED for source in hardware.sources)
+    measured = any(source.kind is Kind.MEASURED for source in hardware.sources.values())
     if measured:
         return (
             f"Every figure here is predicted from what `ebbtide doctor` measured on "
@@ -498,7 +498,7 @@ def as_document(found: Findings) -> str:
         "model": study.task.title,
         "size": study.task.sizes,
         "hardware": hardware.name,
-        "sources": {each.figure: [each.kind.value, each.text] for each in hardware.sources},
+        "sources": {name: [each.kind.value, each.text] for name, each in hardware.sources.items()},
         "budget_bytes": found.budget_bytes,
         "smallest_budget_bytes": study.smallest_bytes,
         "layers": [layer.name for layer in study.profile.layers],
