@@ -23,17 +23,24 @@ from benchmarks import record
 from benchmarks.plan_search import equal_chain, link, random_chain, uneven_chain
 from ebbtide.errors import BudgetError
 from ebbtide.planning import Hardware, PlanBudget, StepProfile, StepTiming, keep_all, search
+from ebbtide.planning.contest import BY_PASS, Contest
 from ebbtide.tools.models import read_model
 from ebbtide.tools.plan_tables import Study
 
 _STAGES: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
-    "windows": ("_has_windows", lambda *_: False),
+    "windows": ("Contest", lambda *given, **more: _without_windows(Contest(*given, **more))),
     "the programme's guide": ("_enter_guided", lambda *_: None),
     "rules by hand": ("_enter_simple", lambda *_: None),
     "annealing": ("anneal", lambda *_: None),
     "whole numbers": ("_is_quick_in_whole_numbers", lambda *_: False),
 }
 """For each stage, the function of the search that is replaced, and by what."""
+
+
+def _without_windows(contest: Contest) -> Contest:
+    contest.bounds = tuple(each for each in contest.bounds if each != BY_PASS)
+    return contest
+
 
 _LINKS_GB_PER_S: Final = (8, 50)
 _SHARES: Final = (0.25, 0.5)

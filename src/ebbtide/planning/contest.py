@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
+from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import (
     PlanBudget,
@@ -87,6 +88,20 @@ def choices_of(plan: Plan, uses: StorageUses) -> Choices:
                 decisions[piece] = decision
     known = [each or Decision.KEEP for each in decisions]
     return Choices(recomputed, known, BY_PASS if plan.windows else plan.max_inflight_bytes)
+
+
+_MOST_WINDOWS: Final = 64
+"""Layers of steps whose plans may have windows: in longer ones, hardly anything is in flight beside
+the rest."""
+
+
+def _may_have_windows(profile: StepProfile, hardware: Hardware) -> bool:
+    """Whether plans may have windows. See [Note: windows] in `ebbtide.planning.prediction`.
+
+    On a CPU compute hardly waits for copies, and what is in flight is a small part of what the
+    process occupies.
+    """
+    return not hardware.computes_on_host and len(profile.layers) <= _MOST_WINDOWS
 
 
 def inflight_choices(profile: StepProfile) -> tuple[int, ...]:
@@ -206,27 +221,30 @@ def _by_rule(
 # ---- Compares plans by their predictions, and remembers the best one ----
 
 
-class Score(NamedTuple):
-    """What makes one plan better than another: smaller is better.
+class Contestant(NamedTuple):
+    """A plan that was predicted.
 
     Attributes:
+        choices: its choices.
+        plan: the plan.
+        prediction: what it costs.
         excess_bytes: by how much it is over the budget.
-        step_s: its predicted step.
-        peak_bytes: its predicted peak of device memory.
     """
-
-    excess_bytes: int
-    step_s: float
-    peak_bytes: int
-
-
-class Contestant(NamedTuple):
-    """A plan that was predicted."""
 
     choices: Choices
     plan: Plan
     prediction: Prediction
-    score: Score
+    excess_bytes: int
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether it is within the budget."""
+        return not self.excess_bytes
+
+    @property
+    def score(self) -> tuple[int, float, int]:
+        """What makes it better than others: smaller is better."""
+        return self.excess_bytes, self.prediction.step_s, self.prediction.peak_bytes
 
 
 @final
@@ -235,14 +253,15 @@ class Contest:
 
     Args:
         profile: the step.
+        hardware: the machine.
         predictor: predicts plans.
         budget: what plans may use.
         resting: whose weights rest on the host; empty: nobody's.
-        by_pass: whether each pass may have a window of its own. See [Note: windows].
         limit_s: seconds after which no more plans should be predicted; None: there is no hurry.
 
     Attributes:
         profile: as given.
+        hardware: as given.
         predictor: as given.
         budget: as given.
         resting: the same, for each layer.
@@ -254,19 +273,19 @@ class Contest:
     def __init__(
         self,
         profile: StepProfile,
+        hardware: Hardware,
         predictor: Predictor,
         budget: PlanBudget,
         resting: Resting = (),
         *,
-        by_pass: bool = False,
         limit_s: float | None = None,
     ) -> None:
-        self.profile = profile
+        self.profile, self.hardware = profile, hardware
         self.budget = budget
         self.uses = StorageUses(profile)
         self.resting = resting or nowhere(profile)
         self.bounds = inflight_choices(profile)
-        if by_pass and not any(self.resting):
+        if _may_have_windows(profile, hardware) and not any(self.resting):
             self.bounds = (*self.bounds, BY_PASS)
         self._ends_s = None if limit_s is None else time.monotonic() + limit_s
         self.best: Contestant | None = None
@@ -282,24 +301,16 @@ class Contest:
             if any(plan.windows):
                 prediction = self.predictor.predict(plan)
         excess_bytes = self.budget.excess_bytes(prediction)
-        score = Score(excess_bytes, prediction.step_s, prediction.peak_bytes)
-        contestant = Contestant(choices, plan, prediction, score)
-        if self.best is None or score < self.best.score:
+        contestant = Contestant(choices, plan, prediction, excess_bytes)
+        if self.best is None or contestant.score < self.best.score:
             self.best = contestant
         return contestant
 
-    def enter_by_hand(self, choices: Choices) -> None:
-        """Predict a plan with as many bytes in flight as it has room for.
-
-        More bytes in flight make a step faster, and its peak higher.
-        """
-        for bound_bytes in reversed(self.bounds):
-            changed = choices.copy()
-            changed.inflight_bytes = bound_bytes
-            score = self.enter(changed).score
-            is_decided = not score.excess_bytes or score.step_s >= self.fitting_s
-            if is_decided and bound_bytes != BY_PASS:
-                return
+    @property
+    def leader(self) -> Contestant:
+        """The best plan so far. There must be one."""
+        assert self.best is not None
+        return self.best
 
     @property
     def left_s(self) -> float | None:
@@ -314,14 +325,14 @@ class Contest:
     @property
     def has_fitting(self) -> bool:
         """Whether a plan within the budget was found."""
-        return self.best is not None and not self.best.score.excess_bytes
+        return self.best is not None and self.best.is_fitting
 
     @property
     def fitting_s(self) -> float:
         """The step of the best plan within the budget; infinity if none was found."""
         if self.best is None or not self.has_fitting:
             return float("inf")
-        return self.best.score.step_s
+        return self.best.prediction.step_s
 
 
 def busy_s(profile: StepProfile) -> float:
@@ -407,7 +418,7 @@ def spare(contest: Contest, best: Contestant) -> Contestant:
         for piece in group:
             changed.decisions[piece] = Decision.KEEP
         other = contest.enter(changed)
-        if not other.score.excess_bytes and other.score.step_s <= best.score.step_s:
+        if other.is_fitting and other.prediction.step_s <= best.prediction.step_s:
             best = other
         elif len(group) > 1:
             groups += [group[: len(group) // 2], group[len(group) // 2 :]]

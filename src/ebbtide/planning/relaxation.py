@@ -221,7 +221,8 @@ def _bytes(profile: StepProfile, resting: Sequence[bool]) -> int:
 # and for both together, for as long as compute runs or waits. The memory at each position is at
 # most the budget. What `StepTiming` adds to that costs time or memory: copies that are not split,
 # latency, the bound on bytes in flight, the order of the queues. So the optimum is a lower bound
-# of the step's time.
+# of the step's time. Of several optima, it is one that copies little, so that a plan rounded
+# from it does; the bound is lower for that, by up to 1e-5 of the time of all copies.
 #
 # For short steps, the choice whether a layer is recomputed is held to whole numbers, which makes
 # the bound better; the programme then is a mixed-integer one.
@@ -230,7 +231,7 @@ def _bytes(profile: StepProfile, resting: Sequence[bool]) -> int:
 
 _MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
 _MS: Final = 1e-3
-_TIE: Final = 1e-5  # share of the time of a copy that a guide pays for it, to move no byte in vain
+_TIE: Final = 1e-5  # share of the time of a copy that is paid for it, to move no byte in vain
 
 
 @final
@@ -296,7 +297,6 @@ def relax(
     *,
     resting: Resting | None = (),
     whole_layers: bool = False,
-    guides: bool = False,
     limit_s: float | None = None,
 ) -> Relaxation | None:
     """Solve the linear programme.
@@ -313,9 +313,6 @@ def relax(
             as far as backward is too short to hide them.
         whole_layers: whether a layer must be recomputed as a whole or not at all. The optimum is
             then a better bound and guide. That takes too long for steps of hundreds of layers.
-        guides: whether a plan will be rounded from the optimum. Then it is one that copies little,
-            if there are several, and the bound is lower by up to 1e-5 of the time of all copies.
-            With ``inflight_bytes`` it is always such a one.
         limit_s: how long the solver may take; None: as long as it takes.
 
     Returns:
@@ -324,8 +321,7 @@ def relax(
     Raises:
         TimeoutError: the solver would take longer.
     """
-    guides = guides or inflight_bytes is not None
-    programme = _Programme(profile, hardware, budget, inflight_bytes, resting, guides)
+    programme = _Programme(profile, hardware, budget, inflight_bytes, resting)
     return programme.solve(whole_layers=whole_layers, limit_s=limit_s)
 
 
@@ -354,7 +350,6 @@ class _Programme:
         budget: PlanBudget,
         inflight_bytes: int | None,
         resting: Resting | None,
-        guides: bool,
     ) -> None:
         self._profile = profile
         self._budget = budget
@@ -364,7 +359,7 @@ class _Programme:
         both = hardware.duplex_bytes_per_s * _MS / _MB
         self._both = both if both < (self._down + self._up) * (1 - 1e-9) else None
         self._copy_cost = (hardware.copy_cost_s_per_byte or 0.0) * _MB / _MS  # ms/MB, one way
-        self._tie = _TIE * (1 / self._down + 1 / self._up) if guides else 0.0  # ms/MB
+        self._tie = _TIE * (1 / self._down + 1 / self._up)  # ms/MB
         self._resting = nowhere(profile) if resting == () else resting
         self._steps_ahead = profile.ahead is not None and not hardware.computes_on_host
         self._costs: list[float] = []

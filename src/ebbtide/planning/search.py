@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import random
 import time
@@ -17,7 +18,6 @@ from ebbtide.planning.contest import (
     Change,
     Contest,
     Contestant,
-    Score,
     apply_change,
     busy_s,
     changes,
@@ -56,13 +56,12 @@ def anneal(contest: Contest) -> None:
     Args:
         contest: predicts the changed plans. Its best plan is the first.
     """
-    assert contest.best is not None
     choose = random.Random(0)
-    current, first_s = contest.best, contest.best.score.step_s or 1.0
+    current, first_s = contest.leader, contest.leader.prediction.step_s or 1.0
     limit_bytes = max(1, contest.budget.device_bytes)
 
-    def badness(score: Score) -> float:
-        return score.step_s / first_s + _PENALTY * score.excess_bytes / limit_bytes
+    def badness(plan: Contestant) -> float:
+        return plan.prediction.step_s / first_s + _PENALTY * plan.excess_bytes / limit_bytes
 
     tries = 2 * MOST_WORK // len(contest.profile.layers)
     known, left = list(changes(contest)), list[Change]()
@@ -74,7 +73,7 @@ def anneal(contest: Contest) -> None:
         if not apply_change(left.pop(), changed):
             continue
         entered = contest.enter(changed)
-        worse = badness(entered.score) - badness(current.score)
+        worse = badness(entered) - badness(current)
         if worse <= 0 or choose.random() < math.exp(-worse / temperature):
             current = entered
 
@@ -93,9 +92,7 @@ def anneal(contest: Contest) -> None:
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
 _GUIDED_SHORT: Final = 300  # or, where the programmes are in whole numbers, this many,
-_FEWEST_GUIDES: Final = 3  # but no fewer programmes than this,
-_ENOUGH_LAYERS: Final = 1500  # and this many layers of long steps once a plan has a gap of at most
-_NEAR: Final = 0.02  # this
+_FEWEST_GUIDES: Final = 3  # but no fewer programmes than this
 _LINK_SHARE: Final = 0.98  # of the link's bandwidth, that rounded plans are to use
 _PART_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget,
 _PART_IF_LONGER: Final = 50  # and no more than this one for steps that are not short
@@ -136,52 +133,48 @@ def search(
         BudgetError: no plan was found within the budget.
         PolicyError: the profile or the budget is wrong.
     """
-    begin_s, by_pass = time.monotonic(), _has_windows(profile, hardware)
+    begin_s = time.monotonic()
 
-    def contest_of(resting: Resting, *, by_pass: bool = False) -> Contest:
+    def contest_of(resting: Resting) -> Contest:
         left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.monotonic())
-        return Contest(profile, predictor, budget, resting, by_pass=by_pass, limit_s=left_s)
+        return Contest(profile, hardware, predictor, budget, resting, limit_s=left_s)
 
     places = [nowhere(profile), everywhere(profile)] if weights else [nowhere(profile)]
-    ends = [contest_of(each, by_pass=by_pass) for each in places]
+    ends = [contest_of(each) for each in places]
     # With weights, the programme is solved once for each placement: in whole numbers that would
     # take seconds.
     whole = not weights or len(profile.layers) <= _FEW
     bounded: list[tuple[Contest, Relaxation]] = []
     bound_s = busy_s(profile)
     with contextlib.suppress(TimeoutError):  # then there are the plans made by hand
-        free = _relax(ends[0], hardware, None if weights else places[0], whole_layers=whole)
+        free = _relax(ends[0], None if weights else places[0], whole_layers=whole)
         if free is not None:  # otherwise a plan may fit still: a layer can need less than it saves
             bound_s = free.bound_s
-            if not weights:
-                bounded = [(ends[0], free)]
             tried = resting_choices(profile, free.resting_bytes) if weights else ()
-            for contest in [*ends, *map(contest_of, tried)] if weights else ():
+            for contest in [*ends, *map(contest_of, tried)]:
                 if contest.is_late:
                     break
-                found = _relax(contest, hardware, contest.resting, whole_layers=whole)
+                found = _relax(contest, contest.resting, whole_layers=whole) if weights else free
                 if found is not None:
                     bounded.append((contest, found))
-    best = _best_placement(bounded, hardware) or ends[-1]
-    if not best.has_fitting:
+    best = _best_placement(bounded) or ends[-1]
+    if not bounded:
         _enter_rules(best)
-        if not bounded:
-            _enter_simple(best)
+        _enter_simple(best)
     if not best.has_fitting:
-        best.enter(_most_frugal(best).choices)
-    if not best.has_fitting:
-        raise _over(ends)
+        frugal = [_of_frugal_rules(each) for each in ends]
+        best, least = min(zip(ends, frugal, strict=True), key=lambda pair: pair[1].leader.score)
+        anneal(least)
+        if not best.enter(least.leader.choices).is_fitting:
+            raise _over(best, least.leader)
     return _finished(best, bound_s)
 
 
-def _best_placement(
-    bounded: list[tuple[Contest, Relaxation]], hardware: Hardware
-) -> Contest | None:
+def _best_placement(bounded: list[tuple[Contest, Relaxation]]) -> Contest | None:
     """Return the contest with the fastest plan; None if no plan fits.
 
     Args:
         bounded: the contests, one for each placement of the weights, with their bounds.
-        hardware: the link.
     """
     for contest, _ in bounded:
         _enter_rules(contest)
@@ -192,7 +185,7 @@ def _best_placement(
         if found.bound_s >= (bound_s + best_s) / 2:
             break
         if not contest.is_late:
-            _enter_plans(contest, hardware, found)
+            _enter_plans(contest, found)
         if contest.has_fitting:
             fitting.append((contest, found.bound_s))
         if contest.fitting_s < best_s:
@@ -214,8 +207,7 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
         contest: it has a plan within the budget.
         bound_s: the bound.
     """
-    assert contest.best is not None
-    best = spare(contest, contest.best)
+    best = spare(contest, contest.leader)
     step_s = best.prediction.step_s
     return dataclasses.replace(
         best.plan,
@@ -227,32 +219,23 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
 
 
 def _relax(
-    contest: Contest, hardware: Hardware, resting: Resting | None, *, whole_layers: bool = True
+    contest: Contest, resting: Resting | None, *, whole_layers: bool = True
 ) -> Relaxation | None:
-    """Solve the programme for a bound, from which a plan is rounded too if the step is long.
+    """Solve the programme for a bound, and for a plan that is rounded from it.
 
     In whole numbers it may take half of the time that is left; in fractions it takes little.
 
     Raises:
         TimeoutError: it took longer than there is time.
     """
-
-    def solve(*, whole: bool, limit_s: float | None) -> Relaxation | None:
-        return relax(
-            contest.profile,
-            hardware,
-            contest.budget,
-            resting=resting,
-            whole_layers=whole,
-            guides=_is_long(contest.profile),
-            limit_s=limit_s,
-        )
-
+    solve = functools.partial(
+        relax, contest.profile, contest.hardware, contest.budget, resting=resting
+    )
     if whole_layers and _is_quick_in_whole_numbers(contest.profile):
         left_s = contest.left_s
         with contextlib.suppress(TimeoutError):
-            return solve(whole=True, limit_s=None if left_s is None else left_s / 2)
-    return solve(whole=False, limit_s=contest.left_s)
+            return solve(whole_layers=True, limit_s=None if left_s is None else left_s / 2)
+    return solve(limit_s=contest.left_s)
 
 
 def find_frugal(
@@ -271,33 +254,22 @@ def find_frugal(
         resting: whose weights rest on the host; empty: nobody's.
         host_bytes: how much may be in the tier below; None: any number of bytes.
     """
-    by_pass = _has_windows(profile, hardware)
     nothing = PlanBudget(device_bytes=0, host_bytes=host_bytes)
-    found = _most_frugal(Contest(profile, predictor, nothing, resting, by_pass=by_pass))
-    step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
-    return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
+    contest = _of_frugal_rules(Contest(profile, hardware, predictor, nothing, resting))
+    anneal(contest)
+    plan, prediction = contest.leader.plan, contest.leader.prediction
+    return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
 
 
-def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> None:
+def _enter_plans(contest: Contest, relaxation: Relaxation) -> None:
     """Enter plans that are rounded, made by hand, or found layer by layer."""
     bound_s = relaxation.bound_s
-    if _is_long(contest.profile) and not _is_close(contest, bound_s):
-        # To solve the programme once more takes as long as many predictions.
-        bound_bytes = _ordered_bounds(contest)[0]
-        contest.enter(rounded(relaxation, contest.uses, bound_bytes))
+    if not _is_close(contest, bound_s):
+        contest.enter(rounded(relaxation, contest.uses, _ordered_bounds(contest)[0]))
     if not _is_close(contest, bound_s) and not contest.is_late:
-        _enter_guided(contest, hardware, bound_s)
+        _enter_guided(contest, bound_s)
     if contest.fitting_s > bound_s * (1 + _SAME):
         _enter_simple(contest)
-
-
-def _has_windows(profile: StepProfile, hardware: Hardware) -> bool:
-    """Whether plans have windows. See [Note: windows] in `pass_windows`.
-
-    On a CPU compute hardly waits for copies, and what is in flight is a small part of what the
-    process occupies. In steps of many layers, hardly anything is in flight beside the rest.
-    """
-    return not hardware.computes_on_host and len(profile.layers) <= _SHORT
 
 
 def _is_long(profile: StepProfile) -> bool:
@@ -329,27 +301,25 @@ def _is_close(contest: Contest, bound_s: float) -> bool:
     return contest.fitting_s <= bound_s * (1 + gap)
 
 
-def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
+def _enter_guided(contest: Contest, bound_s: float) -> None:
     """Enter plans that are rounded from the linear programme, for each bound on bytes in flight."""
     count = len(contest.profile.layers)
-    enough = max(1, _ENOUGH_LAYERS // count)
     most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
     solved = 0
     for inflight_bytes in _ordered_bounds(contest):
         over_bytes = over_below_bytes = 0
         for _ in range(_GUIDES):
-            is_near = count > _SHORT and contest.fitting_s <= bound_s * (1 + _NEAR)
-            if solved >= (enough if is_near else most) or contest.is_late:
+            if solved >= most or contest.is_late:
                 return
             try:
-                guide = _guide(contest, hardware, inflight_bytes, over_bytes, over_below_bytes)
+                guide = _guide(contest, inflight_bytes, over_bytes, over_below_bytes)
             except TimeoutError:
                 return
             solved += 1
             if guide is None or guide.bound_s > contest.fitting_s:
                 break
             entered = contest.enter(rounded(guide, contest.uses, inflight_bytes))
-            excess_bytes = entered.score.excess_bytes
+            excess_bytes = entered.excess_bytes
             if not excess_bytes:
                 break
             more_bytes = max(0, entered.prediction.peak_bytes - contest.budget.device_bytes)
@@ -368,11 +338,7 @@ def _ordered_bounds(contest: Contest) -> list[int]:
 
 
 def _guide(
-    contest: Contest,
-    hardware: Hardware,
-    inflight_bytes: int,
-    over_bytes: int,
-    over_below_bytes: int,
+    contest: Contest, inflight_bytes: int, over_bytes: int, over_below_bytes: int
 ) -> Relaxation | None:
     """Solve the programme with less memory than there is, and a slower link.
 
@@ -380,7 +346,6 @@ def _guide(
 
     Args:
         contest: has the budget.
-        hardware: the link.
         inflight_bytes: bound on the bytes in flight, or `BY_PASS`.
         over_bytes: device memory that plans of such programmes were over the budget.
         over_below_bytes: the same in the tier below.
@@ -391,8 +356,9 @@ def _guide(
     host_bytes = contest.budget.host_bytes
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - over_below_bytes)
-    smaller = PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)
-    share = _LINK_SHARE if len(contest.profile.layers) > _SHORT else 1.0
+    share, hardware = 1.0, contest.hardware
+    if len(contest.profile.layers) > _SHORT:
+        share = _LINK_SHARE
     slower = dataclasses.replace(
         hardware,
         d2h_bytes_per_s=share * hardware.d2h_bytes_per_s,
@@ -402,11 +368,10 @@ def _guide(
     return relax(
         contest.profile,
         slower,
-        smaller,
+        PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes),
         None if inflight_bytes == BY_PASS else inflight_bytes,
         resting=contest.resting,
         whole_layers=_is_quick_in_whole_numbers(contest.profile),
-        guides=True,
         limit_s=None if contest.left_s is None else max(contest.left_s, 0.1),
     )
 
@@ -425,46 +390,54 @@ def _enter_rules(contest: Contest) -> None:
 
 
 def _enter_by_hand(contest: Contest, plans: Iterable[Plan]) -> None:
-    """Enter plans that people make by hand, until it is late."""
+    """Enter plans that people make by hand, with as many bytes in flight as they have room for.
+
+    More bytes in flight make a step faster, and its peak higher.
+    """
     for plan in plans:
-        if contest.is_late and contest.has_fitting:
-            return
-        contest.enter_by_hand(choices_of(plan, contest.uses))
+        for bound_bytes in reversed(contest.bounds):
+            if contest.is_late and contest.has_fitting:
+                return
+            choices = choices_of(plan, contest.uses)
+            choices.inflight_bytes = bound_bytes
+            entered = contest.enter(choices)
+            is_decided = entered.is_fitting or entered.prediction.step_s >= contest.fitting_s
+            if is_decided and bound_bytes != BY_PASS:
+                break
 
 
-def _most_frugal(contest: Contest) -> Contestant:
-    """Return the plan that needs the least device memory of those that are looked at."""
-    nothing = dataclasses.replace(contest.budget, device_bytes=0)
-    by_pass = BY_PASS in contest.bounds
+def _of_frugal_rules(contest: Contest) -> Contest:
+    """Return a contest for the least device memory, with the plans that treat all layers alike."""
     frugal = Contest(
         contest.profile,
+        contest.hardware,
         contest.predictor,
-        nothing,
+        dataclasses.replace(contest.budget, device_bytes=0),
         contest.resting,
-        by_pass=by_pass,
         limit_s=contest.left_s,
     )
     for _, plan in rule_plans(contest.profile):
         frugal.enter(choices_of(plan, contest.uses))
-    anneal(frugal)
-    assert frugal.best is not None
-    return frugal.best
+    return frugal
 
 
-def _over(contests: list[Contest]) -> BudgetError:
-    """Return the error that names the smallest budget that a plan was found for."""
-    budget = contests[0].budget
-    best = min((_most_frugal(contest) for contest in contests), key=lambda each: each.score)
-    needed_bytes = best.prediction.peak_bytes
-    plain_s = busy_s(contests[0].profile)
-    price = best.prediction.step_s / plain_s - 1 if plain_s else 0.0
+def _over(contest: Contest, best: Contestant) -> BudgetError:
+    """Return the error that names the smallest budget that a plan was found for.
+
+    Args:
+        contest: has the budget.
+        best: the plan for that one.
+    """
+    needed_bytes, step_s = best.prediction.peak_bytes, best.prediction.step_s
+    plain_s = busy_s(contest.profile)
+    price = step_s / plain_s - 1 if plain_s else 0.0
     message = (
-        f"no plan fits into {format_size(budget.device_bytes)} of device memory; the smallest "
-        f"budget that a plan was found for is {format_size(needed_bytes)} ({needed_bytes} bytes), "
-        f"with a step of {best.prediction.step_s * 1e3:.2f} ms, {price:.0%} longer than one that "
-        f"keeps everything"
+        f"no plan fits into {format_size(contest.budget.device_bytes)} of device memory; the "
+        f"smallest budget that a plan was found for is {format_size(needed_bytes)} ({needed_bytes} "
+        f"bytes), with a step of {step_s * 1e3:.2f} ms, {price:.0%} longer than one that keeps "
+        f"everything"
     )
-    if best.score.excess_bytes > needed_bytes:
-        over_bytes = best.score.excess_bytes - needed_bytes
+    if best.excess_bytes > needed_bytes:
+        over_bytes = best.excess_bytes - needed_bytes
         message += f"; that needs {format_size(over_bytes)} more than may rest in the tier below"
     return BudgetError(message, smallest_bytes=needed_bytes, price=price)
