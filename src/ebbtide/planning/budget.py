@@ -23,12 +23,7 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.profile import StepAhead, StepProfile
-from ebbtide.planning.recorded import (
-    FreedPasses,
-    PassWatch,
-    profile_recorded_step,
-    with_weight_bytes,
-)
+from ebbtide.planning.recorded import PassWatch, profile_recorded_step, with_weight_bytes
 from ebbtide.planning.relaxation import load_solver
 from ebbtide.runtime.engine import INFLIGHT_BYTES, Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
@@ -42,7 +37,8 @@ from ebbtide.weights.model_weights import ModelWeights
 # [Note: kinds of steps] Two forwards are of one kind if autograd saves the same tensors in them,
 # as far as their arguments tell: types and shapes of tensors, truth values and text, the modes of
 # the modules, which parameters are trained, autocast. A number, such as the step or an annealing
-# factor, is taken to change nothing until a step shows that it does.
+# factor, is taken to change nothing. Where it does, a step that is over the budget leads to a plan
+# that leaves room for it.
 #
 # Shapes that change from step to step share what they can. A step with smaller tensors than a
 # planned one follows that one's plan and needs less, until its shapes have come so often that a
@@ -61,13 +57,11 @@ class Kind(NamedTuple):
         structure: all but the sizes of the arguments' tensors.
         sizes: number of elements of each tensor.
         shapes: their shapes.
-        numbers: the numbers among the arguments.
     """
 
     structure: Hashable
     sizes: tuple[int, ...]
     shapes: tuple[Hashable, ...]
-    numbers: tuple[float, ...]
 
     @classmethod
     def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
@@ -80,7 +74,6 @@ class Kind(NamedTuple):
         """
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        numbers = tuple(leaf for leaf in leaves if type(leaf) in (int, float))
         modes = hash(tuple(module.training for module in model.modules()))
         trained = hash(tuple(each.requires_grad for each in model.parameters()))
         device = next(model.parameters()).device.type
@@ -90,7 +83,6 @@ class Kind(NamedTuple):
             (kinds, str(structure), modes, trained, autocast),
             tuple(each.numel() for each in tensors),
             tuple(each.shape for each in tensors),
-            numbers,
         )
 
     def covers(self, other: Kind) -> bool:
@@ -116,11 +108,6 @@ class StudiesByKind:
             OrderedDict()
         )  # the last one used comes last
         self._latest: deque[Kind] = deque(maxlen=_LAST_STEPS)
-        self._numbers_count = False
-
-    def key_of(self, kind: Kind) -> Kind:
-        """Return a kind without the numbers, if these change nothing as far as is known."""
-        return kind if self._numbers_count else kind._replace(numbers=())
 
     def find(self, kind: Kind) -> tuple[Kind, BudgetStudy | None] | None:
         """Return the study that a step is to follow, with its kind; None if it needs a new one.
@@ -128,14 +115,11 @@ class StudiesByKind:
         Args:
             kind: the kind of the step.
         """
-        key = self.key_of(kind)
-        self._latest.append(key)
-        found = key
-        if key not in self._studies:
-            covering = [
-                each for each in self._studies if each.covers(key) and each.numbers == key.numbers
-            ]
-            if not covering or self._latest.count(key) >= _OFTEN:
+        self._latest.append(kind)
+        found = kind
+        if kind not in self._studies:
+            covering = [each for each in self._studies if each.covers(kind)]
+            if not covering or self._latest.count(kind) >= _OFTEN:
                 return None
             found = min(covering, key=lambda each: sum(each.sizes))
         self._studies.move_to_end(found)
@@ -143,19 +127,13 @@ class StudiesByKind:
 
     def add(self, kind: Kind, study: BudgetStudy | None) -> None:
         """Remember a study, and forget the one that was used longest ago if there are many."""
-        self._studies[self.key_of(kind)] = study
+        self._studies[kind] = study
         if len(self._studies) > _MOST_KINDS:
             self._studies.popitem(last=False)
 
     def forget(self, kind: Kind) -> None:
         """Forget the study of a kind, so that the next step of it is recorded."""
-        self._studies.pop(self.key_of(kind), None)
-
-    def note_numbers_count(self, kind: Kind) -> None:
-        """Note that the numbers among the arguments do change what is saved."""
-        if kind.numbers and not self._numbers_count:
-            self._numbers_count = True
-            self.clear()
+        self._studies.pop(kind, None)
 
     def clear(self) -> None:
         """Forget all studies."""
@@ -184,7 +162,6 @@ _SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
-_ALIKE: Final = 0.05  # difference of what two steps save that is none, as recomputed layers count
 
 
 class _Running(NamedTuple):
@@ -375,7 +352,7 @@ class BudgetController:
             BudgetError: no plan fits into the budget, and no step has been within it.
         """
         # Smaller tensors than those that were planned for say nothing of the plan.
-        is_own = known == self._studies.key_of(kind)
+        is_own = known == kind
         measures = is_own and study.phase is not Phase.SETTLED
         if measures:
             self._memory.return_freed()
@@ -403,8 +380,10 @@ class BudgetController:
                     has_gradients=self._weights.have_gradients(),
                 )
             watch = self._watch(study.profile)
-        passes = FreedPasses(self._memory) if self._memory.keeps_freed else None
-        self._engine.transfers.account.passes = watch or passes
+        passes = watch
+        if passes is None and self._memory.keeps_freed:
+            passes = self._watch(study.profile, measures=False)
+        self._engine.transfers.account.passes = passes
         self._engine.record_steps(traced=self._traced or measures)
         running = self._begun(kind, study, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
@@ -488,12 +467,14 @@ class BudgetController:
         self._engine.record_steps(traced=True)
         self._running = self._begun(kind, None, watch)
 
-    def _watch(self, profile: StepProfile | None, *recorded: Any) -> PassWatch:
+    def _watch(
+        self, profile: StepProfile | None, *recorded: Any, measures: bool = True
+    ) -> PassWatch:
         """Measure the step that begins now. See `PassWatch`."""
         account = self._engine.transfers.account
         # See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
         finish = None if self._device.type == "cpu" else self._finish_copies
-        return PassWatch(self._memory, account, profile, finish, *recorded)
+        return PassWatch(self._memory, account, profile, finish, *recorded, measures=measures)
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -551,7 +532,6 @@ class BudgetController:
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
         self._note_ahead(study)
-        study.saved_bytes = self._saved_bytes_of_forward()
         watch.bind(profile)
         if was_full:
             study.learn_full_store()
@@ -607,7 +587,6 @@ class BudgetController:
         if was_full:
             study.learn_full_store()
             return
-        self._check_numbers(running, study)
         if running.is_own and self._num_forwards > study.num_forwards:
             self._studies.forget(running.kind)  # the next one is recorded, and planned for so many
             self._most_forwards[running.kind] = self._num_forwards
@@ -627,17 +606,6 @@ class BudgetController:
         shadow_bytes = sum(each.most_shadow_bytes for each in overlaps)
         twice_share = max((each.stats.twice_share for each in overlaps), default=0.0)
         study.note_ahead(StepAhead(shadow_bytes, None, twice_share) if overlaps else None)
-
-    def _saved_bytes_of_forward(self) -> int:
-        """Return how many bytes a forward of the last step saved, on the average."""
-        return self._engine.transfers.account.last_counts.unique_bytes // self._num_forwards
-
-    def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
-        """Check whether the last step saved what the one did that its study is of."""
-        saved_bytes = self._saved_bytes_of_forward()
-        is_alike = abs(saved_bytes - study.saved_bytes) <= _ALIKE * study.saved_bytes
-        if running.is_own and not is_alike:
-            self._studies.note_numbers_count(running.kind)
 
     def _warn_of_peak(self, peak_bytes: int) -> None:
         """Warn once of a step that was measured to be over the budget."""

@@ -65,7 +65,10 @@ class Corrections:
     """What was measured at each position beyond what a profile says, by how its layer ran.
 
     A layer that has not run in some way yet is taken to need what it used in the first step beside
-    what was there, while all that it saves stays; that is the most.
+    what was there, while all that it saves stays; that is the most. Before a layer is recomputed
+    for the first time, its operations are proven: they run again at the end of its forward, while
+    all that it saves is still there. On a CPU, a forward that saves nothing is taken to need as
+    much as one that saves everything, which is more than it does.
 
     Args:
         profile: the step.
@@ -77,6 +80,7 @@ class Corrections:
         self._awaits_copies = awaits_copies
         gradients = [each.gradient_bytes for each in profile.layers]
         self._gradients = [*[0] * (len(gradients) + 1), *reversed(gradients)]
+        self._inside = [profile.inside_bytes(index) for index in range(len(profile.layers))]
         self._measured: list[dict[Hashable, int]] = [{} for _ in self._gradients]
         self._staying: dict[int, int] = {}  # by position, if all that is saved stays
 
@@ -122,7 +126,8 @@ class Corrections:
         places, last = {position}, len(self._measured) - 1
         if way is _AGAIN:
             if 2 * position < last:  # saving nothing, it needs no more than if all leaves at once
-                return min(known.values(), default=0)
+                proof_bytes = self._inside[position] if self._awaits_copies else 0
+                return proof_bytes + min(known.values(), default=0)
             places.add(last - position)  # it runs the forward, too
         staying = [self._staying[each] for each in places if each in self._staying]
         return max([0, *(staying or list(known.values()))])
@@ -160,14 +165,13 @@ _MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans do the same with each storage."""
-    return plan is other or _cut(plan) == _cut(other)
-
-
-def _cut(plan: Plan) -> Plan:
-    """Return a plan without what is predicted of it, and with closed windows if it has any."""
-    closed = plan.with_closed_windows()
-    return dataclasses.replace(closed, step_s=None, peak_bytes=None, bound_s=None, limit_bytes=None)
+    """Whether two plans do the same with each storage, whatever is predicted of them."""
+    one, two = plan.with_closed_windows(), other.with_closed_windows()
+    return (one.layers, one.windows, one.max_inflight_bytes) == (
+        two.layers,
+        two.windows,
+        two.max_inflight_bytes,
+    )
 
 
 # ---- Plans one kind of step to a budget, and corrects the plan by what was measured ----
@@ -258,7 +262,6 @@ class BudgetStudy:
         phase: how far the planning is.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
-        saved_bytes: unique bytes that the recorded step saved.
     """
 
     def __init__(
@@ -285,7 +288,6 @@ class BudgetStudy:
         self._tried: list[_Followed] = []  # that were measured, as far as they may come again
         self._searches = False  # whether the next step follows a plan that is still to be found
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
-        self.saved_bytes = 0
         rests = everywhere(profile)
         self.places_weights = any(rests)
         self.weights_can_leave = self._has_memory = False
@@ -444,22 +446,15 @@ class BudgetStudy:
         """Return a plan whose copies have the room of each pass, as it is known by now."""
         if not plan.windows:
             return plan
-        closed, limit_bytes = plan.with_closed_windows(), self._limit_bytes
+        closed, limit_bytes = plan.with_closed_windows(), self._device_bytes(1)
         peaks = self._timing().predict(closed).peak_by_position
         opened = open_windows(closed, self.profile, StorageUses(self.profile), peaks, limit_bytes)
         return dataclasses.replace(opened, limit_bytes=limit_bytes)
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         is_first = self.phase is Phase.FRUGAL  # there are no other seconds yet
-        alike = not self._hardware.computes_on_host
         self.profile = measured_profile(
-            self.profile,
-            self.plan,
-            trace,
-            step_s,
-            self._hardware,
-            lowest=alike and not is_first,
-            alike=alike,
+            self.profile, self.plan, trace, step_s, self._hardware, is_first=is_first
         )
         self._hardware = measured_hardware(self._hardware, trace)
 
@@ -509,16 +504,16 @@ class BudgetStudy:
         failed = self.plan
         self._forget(failed)
         least = self._least()
-        least_bytes = 0 if least is None else least.needs_bytes
-        self.budget_bytes = max(least_bytes, int(_LESS * self.budget_bytes))
+        self.budget_bytes = max(least.needs_bytes, int(_LESS * self.budget_bytes))
         self.phase, self._searches = Phase.FRUGAL, False
-        found = _Followed(self._find_frugal()) if least is None else least
-        if not is_same(found.plan, failed):
-            self._begin(found.plan, found.at_first)
+        if not is_same(least.plan, failed):
+            self._begin(least.plan, least.at_first)
 
-    def _least(self) -> _Followed | None:
-        """Return the plan that needs least of those that were measured."""
-        return min(self._tried, key=lambda each: each.needs_bytes, default=None)
+    def _least(self) -> _Followed:
+        """Return the plan that needs least of those that were measured, or that can be found."""
+        if not self._tried:
+            return _Followed(self._find_frugal())
+        return min(self._tried, key=lambda each: each.needs_bytes)
 
     def learn_full_store(self) -> None:
         """Learn that the store had less room than was expected, so that the step kept more."""
@@ -534,10 +529,8 @@ class BudgetStudy:
 
     def follow_least(self) -> None:
         """Follow the plan that needs least from now on, although it is over the budget."""
-        if (least := self._least()) is not None:
-            self._now, self._tried = least, [least]
-        else:
-            self._begin(self._find_frugal())
+        self._now = self._least()
+        self._tried = [self._now] if self._now.measured else []
         needed_bytes = self._now.needs_bytes or self.plan.peak_bytes or 0
         self.budget_bytes = self._asked_bytes = max(self.budget_bytes, int(SURE * needed_bytes))
         self._settle()
@@ -581,7 +574,8 @@ class BudgetStudy:
             self._begin(self._find_frugal())
             return
         measured = (each.needs_bytes + self._margin_bytes for each in self._tried)
-        smallest_bytes = min(error.smallest_bytes + self._free_bytes, *measured)
+        free_bytes = self._margin_bytes + self._over_bytes
+        smallest_bytes = min(error.smallest_bytes + free_bytes, *measured)
         raise self._too_small(smallest_bytes, error.price) from None
 
     def _settle(self) -> None:
@@ -683,40 +677,37 @@ class BudgetStudy:
         share = _MARGIN_ON_HOST if self._hardware.computes_on_host else _MARGIN
         return int(share * self.budget_bytes)
 
-    @property
-    def _free_bytes(self) -> int:
-        """How much of the budget plans leave free: the margin, and what steps were over."""
-        return self._margin_bytes + self._over_bytes
-
-    @property
-    def _limit_bytes(self) -> int:
-        """What plans may take."""
-        return max(0, self.budget_bytes - self._free_bytes)
-
     def _find_plan(self) -> Plan:
         """Search for a plan that leaves enough of the budget free.
 
         Raises:
             BudgetError: no plan was found.
         """
-        margins = [2, 1] if self.phase is Phase.PLANNED or self._over_bytes else [1]
-        if not self._hardware.computes_on_host:  # where what is predicted is the most
-            margins.append(0)
+        margins = 2 if self.phase is Phase.PLANNED or self._over_bytes else 1
+        # On an accelerator, what is predicted is the most.
+        fewest = 1 if self._hardware.computes_on_host else 0
         while True:
-            free_bytes = self._over_bytes + margins.pop(0) * self._margin_bytes
             try:
-                return self._find(free_bytes)
-            except BudgetError:
-                if not margins:
+                return self._find(margins)
+            except BudgetError as error:
+                if margins == fewest:
                     raise
+                smallest_bytes = error.smallest_bytes
+            margins -= 1
+            while margins > fewest and self._device_bytes(margins) < smallest_bytes:
+                margins -= 1
 
-    def _find(self, free_bytes: int) -> Plan:
-        """Search for a plan that leaves this much of the budget free.
+    def _device_bytes(self, margins: int) -> int:
+        """Return what plans may take that leave so many margins free, and what steps were over."""
+        return max(0, self.budget_bytes - self._over_bytes - margins * self._margin_bytes)
+
+    def _find(self, margins: int) -> Plan:
+        """Search for a plan that leaves so many margins free.
 
         Raises:
             BudgetError: no plan was found.
         """
-        device_bytes = max(0, self.budget_bytes - free_bytes)
+        device_bytes = self._device_bytes(margins)
         budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
         # The programme, which knows nothing of ways to run, is guided by the one that needs least.
         plan = search(

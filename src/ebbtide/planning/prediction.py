@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.documents import check_number
@@ -152,29 +152,20 @@ class StorageUses:
         return decision
 
     def _check(self, plan: Plan) -> None:
-        if len(plan.layers) != len(self.saves):
-            raise PolicyError(
-                f"the plan has {len(plan.layers)} layers and the profile {len(self.saves)}; plan "
-                f"again for this profile"
-            )
-        num_passes = 2 * len(self.saves) + 1
-        if plan.windows and len(plan.windows) != num_passes:
-            raise PolicyError(
-                f"the plan has windows for {len(plan.windows)} passes, and the profile has "
-                f"{num_passes}; plan again for this profile"
-            )
-        for index, layer in enumerate(plan.layers):
+        count, num_passes = len(self.saves), 2 * len(self.saves) + 1
+        wrong = ""
+        if len(plan.layers) != count:
+            wrong = f"has {len(plan.layers)} layers and the profile {count}"
+        elif plan.windows and len(plan.windows) != num_passes:
+            wrong = f"has windows for {len(plan.windows)} passes, and the profile has {num_passes}"
+        for index, (layer, saved) in enumerate(zip(plan.layers, self.saves, strict=False)):
             if layer.mode is not LayerMode.AS_IS:
                 if not self._may_recompute[index]:
-                    raise PolicyError(
-                        f"the plan recomputes layer {index}, which may not be recomputed; plan "
-                        f"again for this profile"
-                    )
-            elif len(layer.decisions) != len(self.saves[index]):
-                raise PolicyError(
-                    f"the plan decides on {len(layer.decisions)} storages of layer {index}, which "
-                    f"saves {len(self.saves[index])}; plan again for this profile"
-                )
+                    wrong = f"recomputes layer {index}, which may not be recomputed"
+            elif (num := len(layer.decisions)) != len(saved):
+                wrong = f"decides on {num} storages of layer {index}, which saves {len(saved)}"
+        if wrong:
+            raise PolicyError(f"the plan {wrong}; plan again for this profile")
 
 
 # ---- The link between the device and the tier below, in virtual time ----
@@ -193,13 +184,17 @@ class Copy:
         size_bytes: its bytes.
 
     Attributes:
+        ready_s: as given.
+        size_bytes: as given.
+        piece: number of the piece of memory that is copied down; None: gradients, or a copy up.
         end_s: when it has ended; infinity until that is known.
     """
 
-    __slots__ = ("bytes_left", "end_s", "latency_left_s", "ready_s")
+    __slots__ = ("bytes_left", "end_s", "latency_left_s", "piece", "ready_s", "size_bytes")
 
     def __init__(self, ready_s: float, latency_s: float, size_bytes: int) -> None:
-        self.ready_s = ready_s
+        self.ready_s, self.size_bytes = ready_s, size_bytes
+        self.piece: int | None = None
         self.latency_left_s = latency_s
         self.bytes_left = float(size_bytes)
         self.end_s = math.inf
@@ -273,33 +268,14 @@ class CopyQueues:
 
     def _run_once(self, limit_s: float) -> None:
         """Run to the next moment at which a copy ends or its bytes begin to move."""
-        down, up = self._queues
-        if not up:
-            self._run_alone(down, self._alone[0], limit_s)
-        elif not down:
-            self._run_alone(up, self._alone[1], limit_s)
-        else:
-            both = down[0].latency_left_s <= 0 and up[0].latency_left_s <= 0
-            rates = self._together if both else self._alone
-            run_s = min(down[0].left_s(rates[0]), up[0].left_s(rates[1]), limit_s - self._now_s)
-            self._now_s += run_s
-            for queue, rate in zip(self._queues, rates, strict=True):
-                if queue[0].run(run_s, rate):
-                    queue.popleft().end_s = self._now_s
-
-    def _run_alone(self, queue: deque[Copy], rate: float, limit_s: float) -> None:
-        """Run the first copy of a queue while the other queue is empty."""
-        head = queue[0]
-        end_s = self._now_s + head.latency_left_s + head.bytes_left / rate
-        if end_s <= limit_s:
-            head.end_s = self._now_s = end_s
-            queue.popleft()
-            return
-        run_s = limit_s - self._now_s
-        latency_s = min(head.latency_left_s, run_s)
-        head.latency_left_s -= latency_s
-        head.bytes_left = max(0.0, head.bytes_left - rate * (run_s - latency_s))
-        self._now_s = limit_s
+        move = [bool(queue) and queue[0].latency_left_s <= 0 for queue in self._queues]
+        rates = self._together if all(move) else self._alone
+        heads = [(queue, rate) for queue, rate in zip(self._queues, rates, strict=True) if queue]
+        run_s = min(limit_s - self._now_s, *(queue[0].left_s(rate) for queue, rate in heads))
+        self._now_s += run_s
+        for queue, rate in heads:
+            if queue[0].run(run_s, rate):
+                queue.popleft().end_s = self._now_s
 
 
 # ---- A record of a predicted step: its passes and its copies ----
@@ -388,13 +364,6 @@ class Prediction(NamedTuple):
     shadow_bytes: int
 
 
-class Predictor(Protocol):
-    """Predicts steps, by arithmetic (`StepTiming`) or by running the engine in virtual time."""
-
-    def predict(self, plan: Plan) -> Prediction:
-        """Return what a step under a plan costs."""
-
-
 MoreBytes = Callable[[Plan], Sequence[int]]
 """Returns what each position of a step under a plan needs beyond what its profile says."""
 
@@ -459,14 +428,6 @@ class StepTiming:
         return run.prediction()
 
 
-class _Source(NamedTuple):
-    """A source, or a gradient, whose copy down is in the queue. A gradient has piece None."""
-
-    copy: Copy
-    size_bytes: int
-    piece: int | None
-
-
 @final
 class _Run:
     """One step under one plan."""
@@ -496,7 +457,7 @@ class _Run:
         self._resident_bytes = profile.fixed_bytes
         self._stored_bytes = 0  # in all; at the end of forward everything rests there at once
         self._there: set[int] = set()  # pieces in memory
-        self._queue: deque[_Source] = deque()  # on their way down
+        self._queue: deque[Copy] = deque()  # on their way down
         self._gradients: list[tuple[int, Copy]] = []  # of layers, on their way or there
         self._queued_bytes = 0
         self._copying: set[int] = set()  # pieces in the queue
@@ -598,7 +559,8 @@ class _Run:
         self._copied_bytes += size_bytes
         if self._record is not None and piece is not None:
             self._record.note_copy(DOWN, self._uses.first[piece], size_bytes, copy)
-        self._queue.append(_Source(copy, size_bytes, piece))
+        self._queue.append(copy)
+        copy.piece = piece
         if piece is not None:
             self._copying.add(piece)
         self._queued_bytes += size_bytes
@@ -606,12 +568,12 @@ class _Run:
     def _wait_until_at_most(self, size_bytes: int) -> None:
         """Wait for the oldest copies down until no more than this is on its way."""
         while self._queue and self._queued_bytes > size_bytes:
-            self._wait(self._queue[0].copy)
+            self._wait(self._queue[0])
             self._retire()
 
     def _retire(self) -> None:
         """Let go of the sources whose copies are complete, oldest first."""
-        while self._queue and self._links.has_ended(self._queue[0].copy, self._now_s):
+        while self._queue and self._links.has_ended(self._queue[0], self._now_s):
             source = self._queue.popleft()
             self._queued_bytes -= source.size_bytes
             if source.piece is None:
@@ -665,7 +627,7 @@ class _Run:
                 self._end(piece)
             if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
                 self._offload(layer.gradient_bytes, None)
-                self._gradients.append((index, self._queue[-1].copy))
+                self._gradients.append((index, self._queue[-1]))
 
     def _use_source(self, index: int) -> None:
         """Note that backward reads what the layer saved last, before anything is let go of."""
@@ -818,7 +780,7 @@ class _Run:
         """End the step: wait for the gradients, and update the weights."""
         gradients = [source for source in self._queue if source.piece is None]
         if gradients:
-            self._wait(gradients[-1].copy)
+            self._wait(gradients[-1])
         self._retire()
         begin_s, shadow_bytes = self._now_s, self._update_weights()
         update_s = self._now_s - begin_s
@@ -893,23 +855,13 @@ class CautiousTiming:
             PolicyError: the plan is not one for this profile.
         """
         expected = self._timing.predict(plan)
-        moves = plan.max_inflight_bytes or (self._runs_ahead and _copies(plan))
-        if self._slow is None or not moves:
+        # Even if no bytes may be in flight, the last copy is, where the host runs ahead.
+        if self._slow is None or not (plan.max_inflight_bytes or self._runs_ahead):
             return expected
         slow = self._slow.predict(plan)
         peaks = tuple(map(max, expected.peak_by_position, slow.peak_by_position))
         peak_bytes = max(expected.peak_bytes, slow.peak_bytes)
         return expected._replace(peak_bytes=peak_bytes, peak_by_position=peaks)
-
-
-def _copies(plan: Plan) -> bool:
-    """Whether anything is copied down. Even if no bytes may be in flight, the last copy is."""
-    return any(
-        layer.weights_on_host
-        or layer.mode is LayerMode.RECOMPUTE_OFFLOAD
-        or (layer.mode is LayerMode.AS_IS and Decision.OFFLOAD in layer.decisions)
-        for layer in plan.layers
-    )
 
 
 def _slowed(hardware: Hardware, *, down: float, up: float) -> Hardware:
@@ -922,6 +874,9 @@ def _slowed(hardware: Hardware, *, down: float, up: float) -> Hardware:
         h2d_bytes_per_s=h2d / up,
         duplex_bytes_per_s=shared * (d2h / down + h2d / up),
     )
+
+
+Predictor = StepTiming | CautiousTiming
 
 
 # ---- Windows: as many bytes in flight in each pass as it has room for ----

@@ -9,7 +9,6 @@ layers that saves something is a layer of its own.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import re
 import sys
@@ -178,15 +177,6 @@ _LEAST_SHARE: Final = 0.3  # of a pass that is taken to be computing, whatever c
 _FASTEST: Final = 1e13  # bytes per second; a copy that only maps pages takes no time
 
 
-class _Measured(NamedTuple):
-    """Seconds of a step without waits: of the layers' passes, by call, and of all rebuilding."""
-
-    forward: Mapping[int, float]
-    recompute: Mapping[int, float]
-    backward: Mapping[int, float]
-    rebuilding_s: float
-
-
 class _Passes(NamedTuple):
     """Seconds of a layer's passes; None for a second forward that is not known."""
 
@@ -227,8 +217,7 @@ def measured_profile(
     step_s: float,
     hardware: Hardware,
     *,
-    lowest: bool = False,
-    alike: bool = False,
+    is_first: bool,
 ) -> StepProfile:
     """Return a profile with the seconds of a measured step.
 
@@ -240,29 +229,33 @@ def measured_profile(
         step_s: seconds from the begin of the step to the begin of the next.
         hardware: the machine, by which copies made the passes longer, and the host's updates the
             step.
-        lowest: whether the profile's seconds were measured too, and what is lower counts. On an
-            accelerator work takes as long each time, but a pass that waits for the host seems to
-            take longer, and the host has more to do in a step that is measured.
-        alike: whether layers that are alike take equally long: on an accelerator one that offloads
-            more keeps the host busy for longer.
+        is_first: whether the profile's seconds were not measured. On an accelerator, what is lower
+            counts otherwise: work takes as long each time there, but a pass that waits for the host
+            seems to take longer, and the host has more to do in a step that is measured. So has it
+            where a layer offloads more; layers that are alike take equally long.
     """
-    measured = _measured(trace)
+    alike = not hardware.computes_on_host
+    lowest = alike and not is_first
+    measured, rebuilding_s = _measured(trace)
     calls = [index for index, each in enumerate(profile.layers) if not each.between]
-    if not all(call in measured.forward for call in range(len(calls))):
+    if not all(call in measured["forward"] for call in range(len(calls))):
         return profile
     before = [_Passes(each.forward_s, each.backward_s, each.recompute_s) for each in profile.layers]
     recomputed = [each.mode is not LayerMode.AS_IS for each in plan.layers]
-    rebuild_x = _rebuild_factor(profile, plan, measured)
+    rebuild_x = _rebuild_factor(profile, plan, rebuilding_s)
     passes = list(before)
+    gaps = _gaps(trace.events, len(calls))
     for call, index in enumerate(calls):
         passes[index] = _of_call(before[index], measured, call, recomputed=recomputed[index])
-    _share_between(passes, before, profile, _gaps(trace.events, len(calls)))
+        if call in gaps and profile.layers[index + 1].between:
+            # The backward of the work after a layer is measured with that of the next one.
+            passes[index + 1] = _Passes(gaps[call], 0.0, None)
     passes_s = sum(each.forward_s + each.backward_s for each in passes)
     passes_s += sum(
         each.second_forward_s for each, again in zip(passes, recomputed, strict=True) if again
     )
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
-    rest_s = max(0.0, step_s - passes_s - measured.rebuilding_s - waited_s)
+    rest_s = max(0.0, step_s - passes_s - rebuilding_s - waited_s)
     copy_cost_s = copied_bytes(profile, plan) * (hardware.copy_cost_s_per_byte or 0.0)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     passes = [_lowest([each], share) for each in passes]
@@ -306,48 +299,19 @@ def _with_seconds(
     return dataclasses.replace(layer, storages=storages, host_update_s=update_s, **passes._asdict())
 
 
-def _of_call(before: _Passes, measured: _Measured, call: int, *, recomputed: bool) -> _Passes:
+def _of_call(
+    before: _Passes, measured: Mapping[str, Mapping[int, float]], call: int, *, recomputed: bool
+) -> _Passes:
     """Return the seconds of a call; what was not measured stays."""
-    passes = before._replace(forward_s=measured.forward[call])
+    passes = before._replace(forward_s=measured["forward"][call])
     again_s = 0.0
     if recomputed:
-        again_s = measured.recompute.get(call, passes.second_forward_s)
+        again_s = measured["recompute"].get(call, passes.second_forward_s)
         passes = passes._replace(recompute_s=again_s)
-    backward_s = measured.backward.get(call)
+    backward_s = measured["backward"].get(call)
     if backward_s is None:
         return passes
     return passes._replace(backward_s=max(0.0, backward_s - again_s))
-
-
-def _share_between(
-    passes: list[_Passes],
-    before: Sequence[_Passes],
-    profile: StepProfile,
-    gaps: Mapping[int, float],
-) -> None:
-    """Give the work between layers its share of what was measured.
-
-    Its backward is measured with that of the layer behind it, and its forward is the time between
-    the forwards of two layers.
-
-    Args:
-        passes: the seconds of all layers; those of the work between them are filled in.
-        before: the same before the step.
-        profile: the step.
-        gaps: the seconds after the forward of each call.
-    """
-    call = -1
-    for index, layer in enumerate(profile.layers):
-        call += not layer.between
-        if not layer.between:
-            continue
-        if index + 1 < len(passes):
-            one, two = before[index].backward_s, before[index + 1].backward_s
-            whole_s = passes[index + 1].backward_s
-            share = one / (one + two) if one + two else 0.0
-            passes[index] = passes[index]._replace(backward_s=whole_s * share)
-            passes[index + 1] = passes[index + 1]._replace(backward_s=whole_s * (1 - share))
-        passes[index] = passes[index]._replace(forward_s=gaps.get(call, passes[index].forward_s))
 
 
 def _lowest(measured: Sequence[_Passes], share: float = 1.0) -> _Passes:
@@ -408,7 +372,8 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
     return dataclasses.replace(hardware, sources=sources, **changes)
 
 
-def _measured(trace: Trace) -> _Measured:
+def _measured(trace: Trace) -> tuple[dict[str, dict[int, float]], float]:
+    """Return the seconds of the layers' passes without waits, by call, and of all rebuilding."""
     compute = [event for event in trace.events if event.lane == "compute"]
     waits = [event for event in compute if event.what == "wait"]
     rebuilds = [event for event in compute if event.what == "rebuild"]
@@ -421,7 +386,7 @@ def _measured(trace: Trace) -> _Measured:
         by_layer = found[event.what]
         by_layer[event.layer] = by_layer.get(event.layer, 0.0) + max(0.0, took_s)
     inner = [each for each in waits if any(_begins_in(event, each) for event in rebuilds)]
-    return _Measured(**found, rebuilding_s=max(0.0, _covered_s(rebuilds) - _covered_s(inner)))
+    return found, max(0.0, _covered_s(rebuilds) - _covered_s(inner))
 
 
 def _begins_in(event: TraceEvent, other: TraceEvent) -> bool:
@@ -437,11 +402,8 @@ def _covered_s(events: Iterable[TraceEvent]) -> float:
     return covered_s
 
 
-def _rebuild_factor(profile: StepProfile, plan: Plan, measured: _Measured) -> float:
-    """Return how many times longer rebuilding takes than it did before.
-
-    That is the factor of all that was rebuilt; or, if nothing was, of the forward passes.
-    """
+def _rebuild_factor(profile: StepProfile, plan: Plan, took_s: float) -> float:
+    """Return how many times longer all rebuilding took than was known before."""
     uses = StorageUses(profile)
     decisions = uses.under(plan).decisions
     before_s = sum(
@@ -449,11 +411,7 @@ def _rebuild_factor(profile: StepProfile, plan: Plan, measured: _Measured) -> fl
         for memory, decision in zip(uses.memories, decisions, strict=True)
         if decision is Decision.REBUILD
     )
-    after_s = measured.rebuilding_s
-    if not before_s:
-        before_s = sum(each.forward_s for each in profile.layers if not each.between)
-        after_s = sum(measured.forward.values())
-    return after_s / before_s if before_s else 1.0
+    return took_s / before_s if before_s else 1.0
 
 
 def _gaps(events: Sequence[TraceEvent], count: int) -> dict[int, float]:
@@ -491,10 +449,8 @@ def _rate(events: Iterable[TraceEvent], what: str) -> float | None:
 #
 # [Note: measured passes] Torch tells when a layer's backward begins and not when it ends, so what
 # is measured as the backward of a layer includes the backward of the work before it, up to the
-# layer before; the first one of all is in the time between the passes. In steps of many layers
-# not every pass is measured alone, because measuring one takes milliseconds: what is not belongs
-# to the pass that is measured before it. Each measured peak is compared with the highest of the
-# positions that it stands for.
+# layer before; the first one of all is in the time between the passes. Each measured peak is
+# compared with the highest of the positions that it stands for.
 
 
 class Pass(NamedTuple):
@@ -512,15 +468,7 @@ class Pass(NamedTuple):
 
 _BEGIN: Final = Pass("begin")
 _END: Final = Pass("end")  # what follows a backward, such as the optimizer's step
-_ALL_MEASURED: Final = 64  # calls of layers whose passes are all measured alone
-
-
-def _is_measured(call: int) -> bool:
-    """Whether the passes of a call are measured alone: of later calls, fewer and fewer are."""
-    stride = 1
-    while call >= stride * _ALL_MEASURED:
-        stride *= 2
-    return call % stride == 0
+_MOST_RETURNS: Final = 128  # about so often in a forward, and in a backward
 
 
 class Positions:
@@ -564,66 +512,8 @@ class Positions:
         return found
 
 
-class AbstractPasses(abc.ABC):
-    """Follows the passes of one step; one of `ebbtide.runtime.events.PassListener`."""
-
-    holds_sources = False
-    _task = -1  # the backward that runs, by its number
-
-    @abc.abstractmethod
-    def _enter(self, what: str, call: int = -1) -> None:
-        """Note that a pass begins."""
-
-    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:  # noqa: ARG002
-        self._enter("forward", layer.index)
-
-    def end_forward_of(self, layer: Layer) -> None:
-        self._enter("after", layer.index)
-
-    def begin_backward_of(self, layer: int) -> None:
-        task = current_graph_task()
-        if task not in (-1, self._task):
-            self._task = task
-            call_after_backward(self._end_backward)
-        self._enter("backward", layer)
-
-    def _end_backward(self) -> None:
-        self._enter(*_END)
-
-    def before_change(self, size_bytes: int, record: Record | None) -> None:  # noqa: B027  # most need not know
-        """Note that saved tensors are about to come to the device, or to leave it."""
-
-    def end_forward(self) -> None:
-        """Note that the model's forward has ended: the work between the passes begins."""
-        self._enter("loss")
-
-
-@final
-class FreedPasses(AbstractPasses):
-    """Returns what was freed at each begin of a pass, where it would count for a budget.
-
-    Args:
-        memory: the memory.
-    """
-
-    def __init__(self, memory: AbstractMemory) -> None:
-        self._memory = memory
-
-    def _enter(self, what: str, call: int = -1) -> None:  # noqa: ARG002
-        if call < 0 or _is_measured(call):
-            self._memory.return_freed()
-
-
 FindRecord = Callable[[int, int], StorageRecord | None]
 """Returns the record of a storage, given its address and a version."""
-
-
-class _OpenCall(NamedTuple):
-    """A call of a layer that runs, with its input tensors and their versions."""
-
-    name: str
-    number: int
-    inputs: list[tuple[Tensor, int]]
 
 
 @final
@@ -682,8 +572,10 @@ class _IfAllStayed:
 
 
 @final
-class PassWatch(AbstractPasses):
+class PassWatch:
     """Records one step: the calls of its layers, and the memory of its passes.
+
+    It is one of `ebbtide.runtime.events.PassListener`.
 
     Args:
         memory: the memory. Its peak is measured and reset at each begin of a pass, and each time
@@ -694,6 +586,9 @@ class PassWatch(AbstractPasses):
             called at each begin of a pass. None where the host sees how far they are.
         find: finds the records of the layers' inputs; None if those are not asked for.
         held: what the loop holds, such as the batch: no input counts that is among it.
+        measures: whether the memory of passes is measured. If not, what was freed is returned at
+            the same places, where it would count for a budget, so that the step needs as much as
+            one that is measured.
 
     Attributes:
         begin_bytes: memory in use when the step began.
@@ -709,21 +604,27 @@ class PassWatch(AbstractPasses):
         finish_copies: Callable[[], None] | None = None,
         find: FindRecord | None = None,
         held: Iterable[Tensor] = (),
+        *,
+        measures: bool = True,
     ) -> None:
+        self._measures = measures
         self._positions = None if profile is None else Positions(profile)
         self._memory, self._account = memory, account
+        # Returning it takes milliseconds, so that long steps do not do it in each pass.
+        self._stride = 1 if profile is None else 1 + len(profile.layers) // _MOST_RETURNS
+        self._task = -1  # the backward that runs, by its number
         self.holds_sources = finish_copies is not None
         self._finish_copies = finish_copies or (lambda: None)
         self._find = find
         self._held = {_address_of(each) for each in held}
-        self._open: list[_OpenCall] = []
+        # The calls that run, by their numbers, with their input tensors and the versions of these.
+        self._open: list[tuple[int, list[tuple[Tensor, int]]]] = []
         self._records_calls = find is not None
         self.calls: list[RecordedCall] = []
         self._peaks: dict[Pass, int] = {}
         self._working: dict[Pass, int] = {}  # see `working`
         self._small_bytes = 0  # what has no record, and so is none of what a profile has
         self._stayed = _IfAllStayed(_BEGIN)
-        self._merged: dict[Pass, set[Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
         self._memory.return_freed()
         self.begin_bytes = self._memory.now_bytes()
@@ -738,7 +639,7 @@ class PassWatch(AbstractPasses):
 
     @property
     def peaks(self) -> dict[int, int]:
-        """The highest peak of each position; a position that was not measured alone has none."""
+        """The highest peak of each position; see `covered` for those that have none."""
         return self._by_position(self._peaks)
 
     @property
@@ -767,15 +668,8 @@ class PassWatch(AbstractPasses):
 
     def covered(self, position: int) -> list[int]:
         """Return the positions that a measured one stands for. See [Note: measured passes]."""
-        positions = self._positions
-        assert positions is not None, "the profile is not known yet"
-        found = dict.fromkeys(positions.covered(position))
-        for measured, merged in self._merged.items():
-            if positions.position(*measured) == position:
-                known = [positions.position(*each) for each in merged]
-                covered = (positions.covered(each) for each in known if each is not None)
-                found.update(dict.fromkeys(other for each in covered for other in each))
-        return list(found)
+        assert self._positions is not None, "the profile is not known yet"
+        return self._positions.covered(position)
 
     def finish(self) -> None:
         """Note that the step has ended."""
@@ -785,34 +679,51 @@ class PassWatch(AbstractPasses):
     def is_whole(self) -> bool:
         """Whether the forward and the backward of all layers were measured."""
         assert self._positions is not None, "the profile is not known yet"
-        passes = self._peaks.keys() | {each for merged in self._merged.values() for each in merged}
         calls = range(len(self._positions.calls))
-        return all(Pass(what, call) in passes for what in ("forward", "backward") for call in calls)
+        return all(
+            Pass(what, call) in self._peaks for what in ("forward", "backward") for call in calls
+        )
 
     def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
         if self._records_calls:
             tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
             versions = [(each, each._version) for each in tensors if not each.is_inference()]
-            self._open.append(_OpenCall(layer.name, len(self.calls), versions))
+            self._open.append((len(self.calls), versions))
             self.calls.append(RecordedCall(layer.name))
-        super().begin_forward_of(layer, inputs)
+        self._enter("forward", layer.index)
 
     def end_forward_of(self, layer: Layer) -> None:
         if self._open:
-            call = self._open.pop()
-            self.calls[call.number] = self._recorded(call)
-        super().end_forward_of(layer)
+            number, inputs = self._open.pop()
+            self.calls[number] = self._recorded(layer.name, inputs)
+        self._enter("after", layer.index)
+
+    def begin_backward_of(self, layer: int) -> None:
+        task = current_graph_task()
+        if task not in (-1, self._task):
+            self._task = task
+            call_after_backward(self._end_backward)
+        self._enter("backward", layer)
+
+    def _end_backward(self) -> None:
+        self._enter(*_END)
 
     def end_forward(self) -> None:
+        """Note that the model's forward has ended: the work between the passes begins."""
         self._records_calls = False  # another forward of the step is another microbatch
         self._open.clear()
-        super().end_forward()
+        self._enter("loss")
 
-    def _recorded(self, call: _OpenCall) -> RecordedCall:
-        """Return what is to be known of a call that has ended."""
+    def _recorded(self, name: str, inputs: Iterable[tuple[Tensor, int]]) -> RecordedCall:
+        """Return what is to be known of a call that has ended.
+
+        Args:
+            name: name of the layer.
+            inputs: its input tensors, with the versions that they had when it began.
+        """
         sizes: dict[int, int] = {}
         sources = []
-        for tensor, version in call.inputs:
+        for tensor, version in inputs:
             address = _address_of(tensor)
             if address is None or address in self._held or isinstance(tensor, nn.Parameter):
                 continue
@@ -822,16 +733,14 @@ class PassWatch(AbstractPasses):
                     layer = record.layer
                     sources.append((None if layer is None else layer.index, record.number))
             sizes[address] = tensor.untyped_storage().nbytes()
-        changes = any(tensor._version != version for tensor, version in call.inputs)
+        changes = any(tensor._version != version for tensor, version in inputs)
         source = sources[0] if len(sizes) == len(sources) == 1 and not changes else None
-        return RecordedCall(call.name, sum(sizes.values()), source)
+        return RecordedCall(name, sum(sizes.values()), source)
 
     def _enter(self, what: str, call: int = -1) -> None:
-        if call >= 0 and not _is_measured(call):
-            self._merged.setdefault(self._pass, set()).add(Pass(what, call))
-            if not self._memory.keeps_freed:
-                self._end_pass()
-                self._stayed = _IfAllStayed(self._pass)
+        if not self._measures:
+            self._pass = Pass(what, call)
+            self._return_freed()
             return
         positions, here = self._positions, Pass(what, call)
         if positions is None or positions.position(*here) != positions.position(*self._pass):
@@ -846,8 +755,12 @@ class PassWatch(AbstractPasses):
         working_bytes = self._stayed.working_bytes
         self._working[self._pass] = max(self._working.get(self._pass, 0), working_bytes)
         self._stayed.most_bytes = -sys.maxsize
-        self._memory.return_freed()
+        self._return_freed()
         self._memory.reset_peak()
+
+    def _return_freed(self) -> None:
+        if self._pass.call % self._stride == 0 or self._pass.call < 0:
+            self._memory.return_freed()
 
     def _note_peak(self) -> None:
         """Note the peak since it was reset last."""
@@ -859,7 +772,8 @@ class PassWatch(AbstractPasses):
         self._stayed.note(peak_bytes, now_bytes, is_after=self._pass.what == "after")
 
     def before_change(self, size_bytes: int, record: Record | None) -> None:
-        if self._memory.keeps_freed:  # what was freed before would count, too
+        """Note that saved tensors are about to come to the device, or to leave it."""
+        if self._memory.keeps_freed or not self._measures:  # what was freed before would count, too
             return
         if size_bytes >= 0 and self._stayed.here != self._pass:
             self._stayed = _IfAllStayed(self._pass)
