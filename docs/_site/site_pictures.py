@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction import StepTiming
 from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.tools.demo import ENVIRONMENT
 from ebbtide.tools.plan_tables import run_plan
@@ -299,34 +298,26 @@ def link_fewer(path: Path) -> None:
 
 @picture
 def working_set(path: Path) -> None:
-    """An FNO's step within a small budget, as `ebbtide plan` predicts it."""
+    """An FNO's step within a small budget, pass by pass, as `ebbtide plan` predicts it."""
     found = run_plan("fno2d", {"resolution": 512}, "h100", "2.4GiB")
     assert found.chosen is not None
-    record = StepTiming(found.study.profile, found.study.hardware).record(found.chosen.plan)
-    edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]
-    memory = [each.memory for each in record.passes]
-    areas = {
-        ("weights, gradients, optimizer", GREY): [each.parameters_bytes for each in memory],
-        ("fixed", "#BDBDBD"): [each.fixed_bytes for each in memory],
-        ("saved, stays", BLUE): [
-            each.saved_bytes - each.leaving_bytes - each.returning_bytes for each in memory
-        ],
-        ("saved, leaving", ORANGE): [each.leaving_bytes for each in memory],
-        ("saved, back again", GREEN): [each.returning_bytes for each in memory],
-        ("working memory of the pass", "#CFE8F7"): [each.working_bytes for each in memory],
+    count = len(found.study.profile.layers)
+    kept = found.study.rule("keep all", found.budget_bytes).prediction.peak_by_position
+    curves = {
+        ("everything kept", ORANGE): kept,
+        ("within the budget", BLUE): found.chosen.prediction.peak_by_position,
     }
     figure, axes = new_figure(4.5)
-    below = [0.0] * len(edges_s)
-    for (name, colour), sizes in areas.items():
-        pairs = zip(below, [*sizes, sizes[-1]], strict=True)  # one edge more than there are values
-        above = [low + size / 2**30 for low, size in pairs]
-        axes.fill_between(edges_s, below, above, step="post", color=colour, label=name, linewidth=0)
-        below = above
+    for (name, colour), peaks in curves.items():
+        heights = [peak / 2**30 for peak in (*peaks, peaks[-1])]
+        axes.fill_between(range(len(heights)), heights, step="post", color=colour, label=name)
     budget = found.budget_bytes / 2**30
     axes.axhline(budget, color=RED, linestyle="--", label=f"budget of {budget:.1f} GiB")
-    axes.set(ylim=(0, budget * 1.35), xlabel="time (s)", ylabel="device memory (GiB)")
+    names = [*(f"F{n}" for n in range(count)), "loss", *(f"B{n}" for n in reversed(range(count)))]
+    axes.set_xticks([n + 0.5 for n in range(len(names))], names)
+    axes.set(ylim=(0, max(kept) / 2**30 * 1.35), ylabel="device memory at the peak (GiB)")
     axes.set_title(f"{found.study.task.title}, 512 x 512: predicted", loc="left", fontsize=10)
-    axes.legend(loc="upper left", ncols=3, frameon=False, fontsize=8.5)
+    axes.legend(loc="upper left", ncols=2, frameon=False, fontsize=8.5)
     figure.savefig(path)
 
 

@@ -14,7 +14,6 @@ from ebbtide.planning.documents import check_number
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
-from ebbtide.runtime.events import TraceEvent
 
 NOBODY: Final = -1
 """Index of the layer that saves a storage which no layer saves."""
@@ -179,21 +178,19 @@ class Copy:
     """One copy on the link.
 
     Args:
-        ready_s: when it may start.
         latency_s: seconds that it takes beside its bytes.
         size_bytes: its bytes.
 
     Attributes:
-        ready_s: as given.
         size_bytes: as given.
         piece: number of the piece of memory that is copied down; None: gradients, or a copy up.
         end_s: when it has ended; infinity until that is known.
     """
 
-    __slots__ = ("bytes_left", "end_s", "latency_left_s", "piece", "ready_s", "size_bytes")
+    __slots__ = ("bytes_left", "end_s", "latency_left_s", "piece", "size_bytes")
 
-    def __init__(self, ready_s: float, latency_s: float, size_bytes: int) -> None:
-        self.ready_s, self.size_bytes = ready_s, size_bytes
+    def __init__(self, latency_s: float, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
         self.piece: int | None = None
         self.latency_left_s = latency_s
         self.bytes_left = float(size_bytes)
@@ -256,7 +253,7 @@ class CopyQueues:
 
     def _enqueue(self, way: int, now_s: float, size_bytes: int) -> Copy:
         self._run_until(now_s)
-        copy = Copy(now_s, self._latency_s, size_bytes)
+        copy = Copy(self._latency_s, size_bytes)
         self._queues[way].append(copy)
         return copy
 
@@ -276,56 +273,6 @@ class CopyQueues:
         for queue, rate in heads:
             if queue[0].run(run_s, rate):
                 queue.popleft().end_s = self._now_s
-
-
-# ---- A record of a predicted step: its passes and its copies ----
-
-DOWN: Final = "d2h"
-UP: Final = "h2d"
-
-
-@final
-class StepRecord:
-    """What happens in a predicted step, in order.
-
-    Attributes:
-        passes: the forward and backward passes of layers, the loss between them.
-    """
-
-    def __init__(self) -> None:
-        self.passes: list[TraceEvent] = []
-        self._noted: list[TraceEvent] = []
-        self._copies: list[tuple[str, int, int, Copy]] = []
-
-    def note(
-        self,
-        what: str,
-        begin_s: float,
-        end_s: float,
-        layer: int | None = None,
-        lane: str = "compute",
-    ) -> None:
-        """Note what a lane did, or what compute waited for."""
-        if end_s > begin_s:
-            self._noted.append(TraceEvent(what, lane, begin_s, end_s, layer))
-
-    def note_copy(self, lane: str, layer: int, size_bytes: int, copy: Copy) -> None:
-        """Note that a copy was queued in a lane."""
-        self._copies.append((lane, layer, size_bytes, copy))
-
-    def events(self) -> Iterator[TraceEvent]:
-        """Yield the events of the step, as a trace has them. The loss is none."""
-        yield from (each for each in self.passes if each.layer is not None)
-        yield from self._noted
-        free_s = {DOWN: 0.0, UP: 0.0}  # copies of a lane run one after the other
-        last_s = self.passes[-1].end_s
-        for lane, layer, size_bytes, copy in self._copies:
-            begin_s = max(free_s[lane], copy.ready_s)
-            if begin_s >= last_s:
-                continue  # nothing waits for it, and its end is not known
-            free_s[lane] = end_s = min(copy.end_s, last_s)
-            what = "offload" if lane == DOWN else "reload"
-            yield TraceEvent(what, lane, begin_s, end_s, layer, size_bytes=size_bytes)
 
 
 # ---- How long a step takes under a plan and what memory it needs, from arithmetic ----
@@ -405,20 +352,7 @@ class StepTiming:
         Raises:
             PolicyError: the plan is not one for this profile.
         """
-        return self._run(plan, None)
-
-    def record(self, plan: Plan) -> StepRecord:
-        """Return what happens in a step under a plan.
-
-        Raises:
-            PolicyError: the plan is not one for this profile.
-        """
-        record = StepRecord()
-        self._run(plan, record)
-        return record
-
-    def _run(self, plan: Plan, record: StepRecord | None) -> Prediction:
-        run = _Run(self._profile, self._hardware, self._uses, plan, record, self._awaits_copies)
+        run = _Run(self._profile, self._hardware, self._uses, plan, self._awaits_copies)
         if self._more is not None:
             run.more_bytes = list(self._more(plan))
         run.forward()
@@ -440,11 +374,10 @@ class _Run:
         hardware: Hardware,
         storage_uses: StorageUses,
         plan: Plan,
-        record: StepRecord | None,
         awaits_copies: bool,
     ) -> None:
         self._profile, self._plan, self._hardware = profile, plan, hardware
-        self._record, self._awaits_copies = record, awaits_copies
+        self._awaits_copies = awaits_copies
         self._storages = storage_uses
         self._uses: Uses = storage_uses.under(plan)
         self._sizes = [memory.size_bytes for memory in storage_uses.memories]
@@ -493,13 +426,13 @@ class _Run:
             as_is = self._plan.layers[index].mode is LayerMode.AS_IS
             if not as_is:
                 self._save(index)
-            self._begin("forward", index, self._forward_bytes(index, layer, as_is))
+            self._begin(self._forward_bytes(index, layer, as_is))
             self._now_s += layer.forward_s
             if as_is:
                 self._save(index)
         self._retire()
         self._enter(len(self._profile.layers))
-        self._begin("loss", None, self._profile.loss_working_bytes)
+        self._begin(self._profile.loss_working_bytes)
         self._now_s += self._profile.loss_s
 
     def _enter(self, position: int) -> None:
@@ -511,22 +444,10 @@ class _Run:
             self._window = self._plan.windows[position]
             self._wait_until_at_most(self._window if down else 0)
 
-    def _begin(self, what: str, index: int | None, working_bytes: int) -> None:
+    def _begin(self, working_bytes: int) -> None:
         """Note the memory of a pass that begins now."""
         working_bytes += self.more_bytes[len(self.peaks)]
         self.peaks.append(self._resident_bytes + working_bytes)
-        if self._record is None:
-            return
-        end_s = self._now_s
-        if index is None:
-            end_s += self._profile.loss_s
-        else:
-            layer, mode = self._profile.layers[index], self._plan.layers[index].mode
-            if what == "backward" and mode is not LayerMode.AS_IS:
-                end_s += layer.second_forward_s
-                self._record.note("recompute", self._now_s, end_s, index)
-            end_s += layer.forward_s if what == "forward" else layer.backward_s
-        self._record.passes.append(TraceEvent(what, "compute", self._now_s, end_s, index))
 
     def _forward_bytes(self, index: int, layer: LayerProfile, as_is: bool) -> int:
         """Return what a forward pass needs beside what is resident."""
@@ -557,8 +478,6 @@ class _Run:
             self._wait_until_at_most(self._plan.max_inflight_bytes - size_bytes)
         copy = self._links.offload(self._now_s, size_bytes)
         self._copied_bytes += size_bytes
-        if self._record is not None and piece is not None:
-            self._record.note_copy(DOWN, self._uses.first[piece], size_bytes, copy)
         self._queue.append(copy)
         copy.piece = piece
         if piece is not None:
@@ -619,7 +538,7 @@ class _Run:
             working_bytes = layer.backward_working_bytes
             if mode is not LayerMode.AS_IS:
                 working_bytes = layer.second_working_bytes + self._storages.inside_bytes[index]
-            self._begin("backward", index, working_bytes)
+            self._begin(working_bytes)
             if mode is not LayerMode.AS_IS:
                 self._now_s += layer.second_forward_s
             self._now_s += layer.backward_s
@@ -665,10 +584,8 @@ class _Run:
             self._next_reload += 1
 
     def _reload(self, piece: int) -> None:
-        copy = self._on_way_up[piece] = self._links.reload(self._now_s, self._sizes[piece])
+        self._on_way_up[piece] = self._links.reload(self._now_s, self._sizes[piece])
         self._copied_bytes += self._sizes[piece]
-        if self._record is not None:
-            self._record.note_copy(UP, self._uses.first[piece], self._sizes[piece], copy)
         self._buffered_bytes += self._sizes[piece]
         self._take(piece)
 
@@ -687,13 +604,10 @@ class _Run:
                 self._wait(copy)
                 self._buffered_bytes -= self._sizes[piece]
             self._own_bytes = max(0, self._own_bytes - self._sizes[piece])
-        begin_s = self._now_s
         for piece in needed:
             if self._uses.decisions[piece] is Decision.REBUILD:
                 self._take(piece)
                 self._now_s += self._storages.memories[piece].rebuild_s or 0.0
-        if self._record is not None:
-            self._record.note("rebuild", begin_s, self._now_s, index)
 
     def _end(self, piece: int) -> None:
         """Note that nothing needs a piece any more."""
@@ -716,8 +630,6 @@ class _Run:
     def _wait(self, copy: Copy) -> None:
         begin_s, self._now_s = self._now_s, self._links.wait(copy, self._now_s)
         self._waited_s += self._now_s - begin_s
-        if self._record is not None:
-            self._record.note("wait", begin_s, self._now_s)
 
     def _bring_weights(self, index: int) -> None:
         """Bring the weights of a layer to the device, and then those of the next one.
@@ -771,8 +683,6 @@ class _Run:
                     free_s = begin_s + took_s
                     left_s -= (1 - ahead.twice_share) * layer.host_update_s
                     left_s += layer.commit_s
-                    if self._record is not None:
-                        self._record.note("step", begin_s, free_s, index, "cpu_optimizer")
         self._now_s = max(free_s, self._now_s) + left_s
         return shadow_bytes
 
