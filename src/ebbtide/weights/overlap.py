@@ -614,6 +614,8 @@ class StepOverlap:
                 if work and self._goes_on():
                     self._step_shadows(optimizer, work)
         finally:
+            for landed, gradient, *_ in job:  # which have been read here, away from their layer
+                self._page_out(landed.member.parameter, gradient)
             self._count(worker_s=time.perf_counter() - begin_s)
 
     def _step_shadows(self, optimizer: Optimizer, work: Sequence[tuple[Any, ...]]) -> None:
@@ -650,9 +652,8 @@ class StepOverlap:
         return gradient * torch.ones((), device=gradient.device)
 
     def _page_out(self, *values: Any) -> None:
-        store = self._engine.transfers.store
         for each in values:
-            if isinstance(each, torch.Tensor) and each.dim() and store.maps(each):
+            if isinstance(each, torch.Tensor) and self._engine.transfers.store.maps(each):
                 begin = each.data_ptr() - each.data_ptr() % mmap.PAGESIZE
                 page_out(begin, each.data_ptr() + each.nbytes - begin)
 
