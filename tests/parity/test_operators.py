@@ -29,6 +29,17 @@ RUNS = 2  # the first proves that what is recomputed has the same bits
 # recomputed layer cannot tell the two (docs/guides/recompute.md).
 KNOWN = {("pinverse", "recompute", True)}
 
+# What plain torch raises an error for in this training, and why.
+PHASES = "their phases are free, so a loss of them has no gradient"
+UNTRAINED = {
+    "linalg.eig": PHASES,
+    "linalg.eigh": PHASES,
+    "pca_lowrank": PHASES,
+    "svd_lowrank": PHASES,
+    "linalg.pinv": "under autocast its kernel multiplies bfloat16 by float32",
+    "sparse.sampled_addmm": "its result is of a layout that nothing multiplies",
+}
+
 Call = Callable[[Sequence[Tensor]], Any]
 
 
@@ -37,13 +48,13 @@ class _Layer(nn.Module):
 
     def __init__(self, call: Call) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor([[1.25, 0.75]]))
+        self.scale = nn.Parameter(torch.tensor([[0.75, 0.5]]))
         self.call = call
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         scaled = [x * self.scale[0, 0].to(x.dtype) if x.requires_grad else x for x in inputs]
         results = [each for each in tree_flatten(self.call(scaled))[0] if _is_differentiable(each)]
-        return [torch.tanh(each) * self.scale[0, 1].to(each.dtype) for each in results]
+        return [each * each * self.scale[0, 1].to(each.dtype) for each in results]
 
 
 def _is_differentiable(value: object) -> bool:
@@ -112,12 +123,12 @@ def test_an_operator_gives_the_same_bits(operator: Any) -> None:
 
             inputs = [flat[place] for place in places]
             try:
-                plain = [_gradients(call, inputs, None, casts=casts) for _ in range(2)]
-            except (RuntimeError, NotImplementedError):
-                continue  # not for this dtype, or not differentiable for these arguments
-            if not _are_same(*plain):
-                continue  # such as what reads memory that nothing has written
+                plain, again = (_gradients(call, inputs, None, casts=casts) for _ in range(2))
+            except RuntimeError:
+                assert operator.name in UNTRAINED
+                continue
+            assert _are_same(plain, again), "plain training varies"
             for name, policy in POLICIES.items():
                 if (operator.name, name, casts) not in KNOWN:
                     mine = _gradients(call, inputs, policy, casts=casts)
-                    assert _are_same(plain[0], mine), f"{name}, {dtype}, casts={casts}"
+                    assert _are_same(plain, mine), f"{name}, {dtype}, casts={casts}"
