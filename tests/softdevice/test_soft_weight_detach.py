@@ -286,6 +286,11 @@ def test_offload_and_detach_inside_autocast(device: torch.device) -> None:
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
 
 
+def _devices_of_state(optimizer: torch.optim.Optimizer) -> set[str]:
+    states = (each for state in optimizer.state.values() for each in state.values())
+    return {each.device.type for each in states if each.dim()}
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_an_optimizer_goes_on_after_detach(
@@ -302,11 +307,13 @@ def test_an_optimizer_goes_on_after_detach(
         for step in range(4):
             if step == 2 and handle is not None:
                 handle.detach()
+                assert _devices_of_state(optimizer) == {"cpu"}, "it goes when it is needed"
             with torch.autocast(device.type, torch.bfloat16):
                 loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert _devices_of_state(optimizer) == {device.type}
         return [each.detach().cpu() for each in model.parameters()]
 
     expected = train(_model(_Block, device), offloads=False)

@@ -215,8 +215,9 @@ def pop_mode(mode: OwnMode) -> None:
 _is_excluded: Final[Any] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded: Final[Any] = torch._C._dispatch_tls_set_dispatch_key_excluded
 _as_called: Final[Any] = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
-_RESOLVE: Final = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
-_CAST: Final = tuple(
+_Keys = tuple[torch._C.DispatchKey, ...]
+_RESOLVE: Final[_Keys] = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+_CAST: Final[_Keys] = tuple(
     key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")
 )
 
@@ -232,10 +233,10 @@ def compute_as_without_modes(*, casts: bool) -> None:
     Args:
         casts: whether autocast casts inside of the operator, if it is on.
     """
-    keys = [*_RESOLVE]
+    keys = _RESOLVE
     if casts:
         with _as_called():
-            keys += [key for key in _CAST if not _is_excluded(key)]
+            keys += tuple(key for key in _CAST if not _is_excluded(key))
     for key in keys:
         _set_excluded(key, False)
 

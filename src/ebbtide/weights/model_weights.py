@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbtide.devices.process import OptimizerWatch
 from ebbtide.errors import PolicyError
@@ -154,7 +155,8 @@ class ModelWeights:
         home, brings = transfers.device.torch_device, origin is not None
         move(model, home, but=self._resting, buffers=brings)
         if home.type != "cpu":  # in files, the state follows in the optimizer's step
-            self._bring_states(model)
+            for optimizer in list(self._optimizers):
+                bring_state(optimizer, set(model.parameters()))
 
     def sizes(self) -> dict[str, WeightBytes]:
         """Return what the weights at rest occupy, by the name of the first layer that has them."""
@@ -210,15 +212,15 @@ class ModelWeights:
     def detach(self) -> None:
         """Move all weights to where the model was brought from, or to the device it computes on.
 
-        The state of the optimizers that have stepped goes with them.
+        The state of the optimizers that have stepped follows in their next step: who takes none
+        may have no room for it there.
         """
         self._watch.remove()
         self._end_resting(self._origin)
         model = self._model()
-        if model is not None:
-            if self._origin is not None:
-                move(model, self._origin)
-            self._bring_states(model)
+        if model is not None and self._origin is not None:
+            move(model, self._origin)
+        _behind.update(self._optimizers)
 
     @property
     def _resting(self) -> Container[nn.Parameter]:
@@ -229,10 +231,6 @@ class ModelWeights:
         if hooks is not None:
             hooks.detach(to)
             self._engine.rest(None)
-
-    def _bring_states(self, model: nn.Module) -> None:
-        for optimizer in list(self._optimizers):
-            bring_state(optimizer, set(model.parameters()))
 
     def _bring_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Bring the state of the weights on the device; that of the others follows by itself."""
@@ -247,6 +245,20 @@ class ModelWeights:
         if optimizer.state:
             there = {each for each in model.parameters() if each not in self._resting}
             bring_state(optimizer, there)
+
+
+# Optimizers whose weights were detached since their last step.
+_behind: Final[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
+
+
+def _catch_up(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Bring the state of an optimizer to its parameters, if these have moved by `detach`."""
+    if optimizer in _behind:
+        _behind.discard(optimizer)
+        bring_state(optimizer, set(parameters_of(optimizer)))
+
+
+register_optimizer_step_pre_hook(_catch_up)
 
 
 def move(
