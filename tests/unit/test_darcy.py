@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -306,3 +309,22 @@ def test_loader_refuses_bad_input(tmp_path: Path, change: dict[str, object], mes
     pytest.importorskip("neuralop")
     with pytest.raises(ValueError, match=message):
         load_darcy_flow_small(**SMALL | {"cache_dir": tmp_path} | change)
+
+
+def test_a_sample_does_not_depend_on_the_threads_of_linear_algebra() -> None:
+    """At 128 x 128 points, OpenBLAS adds up inner products in as many parts as it has threads."""
+    code = (
+        "import hashlib, numpy as np; from ebbtide.tools.darcy import solve_elliptic;"
+        "a = np.where(np.random.default_rng(0).standard_normal((128, 128)) < 0, 3.0, 12.0);"
+        "print(hashlib.sha256(solve_elliptic(a).tobytes()).hexdigest())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), threads),
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        for threads in ("1", "2")
+    }
+    assert len(found) == 1
