@@ -114,6 +114,34 @@ def _at_version(part: torch.Tensor, version: int) -> torch.Tensor:
     return alias
 
 
+@final
+class QuantizedTensor(AbstractSaved):
+    """A saved quantized tensor of Transformer Engine: its saved data tensors and its empty shell.
+
+    In Transformer Engine's protocol `prepare_for_saving` takes the data out of a tensor, and
+    `restore_from_saved` puts them back. Both change the tensor itself, so they are called on
+    detached copies only.
+    """
+
+    __slots__ = ("_inner", "_shell")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
+        parts, self._shell = tensor.detach().prepare_for_saving()  # type: ignore[attr-defined]
+        self._inner = [None if part is None else pack(part) for part in parts]
+
+    def restore(self) -> torch.Tensor:
+        shell = self._shell
+        shell.restore_from_saved([None if p is None else restore(p) for p in self._inner])
+        tensor: torch.Tensor = shell.detach()
+        shell.prepare_for_saving()  # the shell is empty again
+        return tensor
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the methods of Transformer Engine's protocol."""
+    return hasattr(tensor, "prepare_for_saving") and hasattr(tensor, "restore_from_saved")
+
+
 def is_plain_subclass(tensor: torch.Tensor, plain_types: frozenset[type]) -> bool:
     """Whether a tensor is a plain one, to which its class only adds Python, as MONAI's MetaTensor.
 
@@ -124,7 +152,7 @@ def is_plain_subclass(tensor: torch.Tensor, plain_types: frozenset[type]) -> boo
     kind: Any = type(tensor)
     if kind in plain_types or isinstance(tensor, torch.nn.Parameter):
         return False
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_quantized(tensor):
         return False
     return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
@@ -489,6 +517,8 @@ class SavedTensorHooks:
             meter.saved_bytes += size_bytes
             meter.parameter_bytes += size_bytes
             return pass_through(tensor)
+        if tensor.device == self.device and is_quantized(tensor):
+            return QuantizedTensor(tensor, self.pack)  # so do these
         meter = self._account.meter
         meter.num_saved += 1
         with contextlib.suppress(RuntimeError):  # sparse tensors and some subclasses cannot say
