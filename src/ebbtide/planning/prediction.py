@@ -151,20 +151,21 @@ class StorageUses:
         return decision
 
     def _check(self, plan: Plan) -> None:
+        for mismatch in self._mismatches(plan):
+            raise PolicyError(f"the plan {mismatch}; plan again for this profile")
+
+    def _mismatches(self, plan: Plan) -> Iterator[str]:
         count, num_passes = len(self.saves), 2 * len(self.saves) + 1
-        wrong = ""
         if len(plan.layers) != count:
-            wrong = f"has {len(plan.layers)} layers and the profile {count}"
-        elif plan.windows and len(plan.windows) != num_passes:
-            wrong = f"has windows for {len(plan.windows)} passes, and the profile has {num_passes}"
-        for index, (layer, saved) in enumerate(zip(plan.layers, self.saves, strict=False)):
+            yield f"has {len(plan.layers)} layers and the profile {count}"
+        if plan.windows and len(plan.windows) != num_passes:
+            yield f"has windows for {len(plan.windows)} passes, and the profile has {num_passes}"
+        for index, (layer, saved) in enumerate(zip(plan.layers, self.saves, strict=True)):
             if layer.mode is not LayerMode.AS_IS:
                 if not self._may_recompute[index]:
-                    wrong = f"recomputes layer {index}, which may not be recomputed"
+                    yield f"recomputes layer {index}, which may not be recomputed"
             elif (num := len(layer.decisions)) != len(saved):
-                wrong = f"decides on {num} storages of layer {index}, which saves {len(saved)}"
-        if wrong:
-            raise PolicyError(f"the plan {wrong}; plan again for this profile")
+                yield f"decides on {num} storages of layer {index}, which saves {len(saved)}"
 
 
 # ---- The link between the device and the tier below, in virtual time ----

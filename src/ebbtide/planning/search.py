@@ -356,9 +356,8 @@ def _guide(
     host_bytes = contest.budget.host_bytes
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - over_below_bytes)
-    share, hardware = 1.0, contest.hardware
-    if len(contest.profile.layers) > _SHORT:
-        share = _LINK_SHARE
+    hardware = contest.hardware
+    share = _LINK_SHARE if len(contest.profile.layers) > _SHORT else 1.0
     slower = dataclasses.replace(
         hardware,
         d2h_bytes_per_s=share * hardware.d2h_bytes_per_s,
