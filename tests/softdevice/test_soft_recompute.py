@@ -169,3 +169,34 @@ def test_a_weight_at_rest_that_is_written_before_backward(device: torch.device, 
                 model.layers[1].linear.weight.mul_(2)
         with pytest.raises(SavedTensorModifiedError):
             loss.backward()
+
+
+class Pairs(nn.Module):
+    """Autocast casts before a bilinear product on an accelerator, and within it on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.pairs = nn.Bilinear(WIDTH, 4, WIDTH)
+        self.t = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).float().sin()
+        inverse = torch.linalg.pinv(torch.complex(y[:8, :8], y[:8, 8:16]))
+        return self.pairs(y, y[:, :4]).float().sin() + torch.view_as_real(inverse).mean()
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_operators_compute_as_without_a_mode(device: torch.device, casts: bool) -> None:
+    def run(*, offloads: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model([Pairs(), Pairs()]).to(device)
+        policy = ActivationPolicy(min_bytes=1, mode="recompute")
+        if offloads:
+            ebbtide.offload(model, activations=policy)
+        with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+            return train(model, device, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert all(map(torch.equal, run(offloads=False), run(offloads=True)))

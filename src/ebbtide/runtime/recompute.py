@@ -172,7 +172,7 @@ class _Traits(NamedTuple):
         leaves_gaps: whether parts of its smaller results may have no values.
         communicates: whether it exchanges data with other processes, behind torch's back.
         completes: whether it waits for what a collective writes to its argument.
-        casts_inside: whether autocast casts what its kernel calls, and not its arguments.
+        called: what programs call to run it, if autocast may cast within its kernel.
     """
 
     writes: tuple[int | str, ...]
@@ -183,7 +183,7 @@ class _Traits(NamedTuple):
     leaves_gaps: bool
     communicates: bool
     completes: bool
-    casts_inside: bool
+    called: str
 
 
 _BLANK: Final = frozenset(
@@ -205,8 +205,12 @@ _UNSAID_WRITES: Final[dict[str, tuple[int, ...]]] = {
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
 
-# Of all operators that torch tests with samples, the only ones.
-_CASTS_INSIDE: Final = frozenset({"aten::_trilinear", "aten::linalg_pinv"})
+# Of all operators that torch tests with samples, the only ones whose kernels call what autocast
+# casts, with what programs call.
+_CASTS_INSIDE: Final = {
+    "aten::_trilinear": "aten::bilinear",
+    "aten::linalg_pinv": "aten::linalg_pinv",
+}
 
 # Without dropout, attentions leave the seed and the offset of the random numbers unfilled, and one
 # of them pads the sums of its softmax. They follow from what is compared.
@@ -249,7 +253,7 @@ def _traits_of(function: Any) -> _Traits | None:
         bool(_ATTENTION.search(name)),
         space == "c10d",
         completes,
-        name in _CASTS_INSIDE,
+        _CASTS_INSIDE.get(name, ""),
     )
 
 
@@ -721,7 +725,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if types and any(map(_is_wrapper, types)):
             return NotImplemented  # the operations on what a tensor subclass consists of come here
         traits = _traits_of(func)
-        compute_as_without_modes(casts=traits is not None and traits.casts_inside)
+        compute_as_without_modes("" if traits is None else traits.called)
         if traits is None or traits.is_view:
             return func(*args, **kwargs)
         if traits.completes and _address_of(args[0]) not in self._slots:

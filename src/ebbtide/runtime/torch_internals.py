@@ -214,6 +214,7 @@ def pop_mode(mode: OwnMode) -> None:
 
 _is_excluded: Final[Any] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded: Final[Any] = torch._C._dispatch_tls_set_dispatch_key_excluded
+_has_kernel: Final[Any] = torch._C._dispatch_has_kernel_for_dispatch_key
 _as_called: Final[Any] = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 _Keys = tuple[torch._C.DispatchKey, ...]
 _RESOLVE: Final[_Keys] = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
@@ -222,7 +223,7 @@ _CAST: Final[_Keys] = tuple(
 )
 
 
-def compute_as_without_modes(*, casts: bool) -> None:
+def compute_as_without_modes(called: str = "") -> None:
     """Let the operator that a mode calls compute what it computes where no mode is.
 
     For the beginning of a mode's `__torch_dispatch__`; when that returns, torch puts back what it
@@ -231,12 +232,14 @@ def compute_as_without_modes(*, casts: bool) -> None:
     of a complex `linalg.pinv` does, would give wrong values without a word.
 
     Args:
-        casts: whether autocast casts inside of the operator, if it is on.
+        called: what programs call to run the operator, if that calls others. Where autocast is on,
+            it casts inside unless it has a kernel for what was called, which casts before.
     """
     keys = _RESOLVE
-    if casts:
+    if called:
         with _as_called():
-            keys += tuple(key for key in _CAST if not _is_excluded(key))
+            wanted = [key for key in _CAST if not _is_excluded(key)]
+        keys += tuple(key for key in wanted if not _has_kernel(called, key.name))
     for key in keys:
         _set_excluded(key, False)
 
