@@ -85,8 +85,11 @@ def as_in_forward(settings: KernelSettings, *kinds: str) -> Iterator[None]:
         kinds: types of devices on which autocast is off, because what was noted has been cast.
     """
     with contextlib.ExitStack() as stack, outside_modes(), torch.no_grad():
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in filter(torch.is_autocast_enabled, kinds):
+            # Not by `torch.autocast`: where it ends, in autograd's thread, the casts that torch has
+            # cached for the program's own block would be forgotten.
+            torch.set_autocast_enabled(kind, False)
+            stack.callback(torch.set_autocast_enabled, kind, True)
         present = kernel_settings()
         if settings is not None and settings != present:
             stack.callback(_put_in_force, present)
