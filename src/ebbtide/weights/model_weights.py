@@ -254,8 +254,8 @@ _behind: Final[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
 def _catch_up(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Bring the state of an optimizer to its parameters, if these have moved by `detach`."""
     if optimizer in _behind:
-        _behind.discard(optimizer)
         bring_state(optimizer, set(parameters_of(optimizer)))
+        _behind.discard(optimizer)  # only now: it may have been interrupted
 
 
 register_optimizer_step_pre_hook(_catch_up)
