@@ -12,8 +12,7 @@ from torch import nn
 
 from ebbtide.observe.inspection import InspectedStorage, Inspection, inspect_engine
 from ebbtide.observe.memory import BACKWARD, IDLE, LOSS, OPTIMIZER, MemorySample, StepMemory
-from ebbtide.observe.owners import HeldTensor
-from ebbtide.observe.recording import Recording, trace_of
+from ebbtide.observe.recording import trace_of
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
@@ -71,7 +70,6 @@ class Evidence:
         wanted_again: number of storages that a second backward needs.
         compiled: names of compiled modules that contain layers.
         total_bytes: all memory of the device; 0 if nobody knows, or if the host computes.
-        held: tensors that were offloaded and that the program held when backward began.
         offloads_weights: whether weights rest elsewhere.
         plan_keeps_all: whether there is a plan, and it keeps everything.
         plan_peak_bytes: the peak that the plan predicts, if there is one.
@@ -89,7 +87,6 @@ class Evidence:
     wanted_again: int = 0
     compiled: tuple[str, ...] = ()
     total_bytes: int = 0
-    held: tuple[HeldTensor, ...] = ()
     offloads_weights: bool = False
     plan_keeps_all: bool = False
     plan_peak_bytes: int | None = None
@@ -282,37 +279,21 @@ def double_backward(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def held_by_program(evidence: Evidence) -> Iterator[Finding]:
+def still_in_use(evidence: Evidence) -> Iterator[Finding]:
     """Activations that were offloaded stay: variables refer to them, or the model needs them."""
     size_bytes = evidence.at_peak(Owner.REFERENCED)
-    held_bytes = sum(each.size_bytes for each in evidence.held)
-    if evidence.share(max(size_bytes, held_bytes)) <= _SHARE:
-        return
-    if not evidence.held:
+    if evidence.share(size_bytes) > _SHARE:
         yield Finding(
-            "used again",
-            "Activations that were offloaded are still in use: the model or the loss reads them "
-            "again later, as skip connections do.",
-            f"{format_size(size_bytes)} at the peak, and no variable of the program was found that "
-            f"holds them",
-            "",
+            "still in use",
+            "Activations that were offloaded are still in memory, because variables of your "
+            "program refer to them, or the model or the loss reads them again later, as skip "
+            "connections do.",
+            f"{format_size(size_bytes)} at the peak",
+            "drop such variables before backward, keep only what you need of them (.item(), "
+            ".cpu()), or delete the hooks that collect them; gc.get_referrers(tensor) tells who "
+            "refers to a tensor",
             size_bytes,
         )
-        return
-    names = [
-        f"{each.holder} {list(each.shape)} {format_size(each.size_bytes)}"
-        for each in evidence.held[:_LISTED]
-    ]
-    names += ["others"] if len(evidence.held) > _LISTED else []
-    yield Finding(
-        "held by the program",
-        "Variables of your program still refer to activations that were offloaded, so their memory "
-        "is not freed.",
-        "; ".join(names),
-        "drop them before backward, keep only what you need of them (.item(), .cpu()), or delete "
-        "the hooks that collect them",
-        max(size_bytes, held_bytes),
-    )
 
 
 class _Part(NamedTuple):
@@ -544,7 +525,7 @@ def describe(stats: OverlapStats) -> str:
 
 _FIRST: Final = (nothing_saved, compiled_as_one, double_backward)
 _BY_SIZE: Final = (
-    *(graph_held, held_by_program, small_tensors, kept_by_choice),
+    *(graph_held, still_in_use, small_tensors, kept_by_choice),
     *(parts_of_peak, reloaded_at_peak, kept_by_allocator),
 )
 
@@ -699,10 +680,6 @@ def collect_evidence(
     """
     stats = engine.stats
     memory = trace_of(engine).memory if engine.is_traced else None
-    listener = engine.transfers.account.listener
-    owners = listener.owners if isinstance(listener, Recording) else None
-    held = None if owners is None else owners.held
-    seen = memory is not None and any(Owner.REFERENCED in each.owned for each in memory.samples)
     counts = engine.transfers.device.has_memory and engine.torch_device.type != "cpu"
     moved = stats.offloaded_bytes + stats.rebuilt_bytes + stats.recomputed_bytes
     return Evidence(
@@ -717,7 +694,6 @@ def collect_evidence(
         wanted_again=len(engine.activations.wanted_again),
         compiled=tuple(_compiled_around(engine.modules, layers)),
         total_bytes=memory_of(engine.torch_device).total_bytes if counts else 0,
-        held=held if held is not None and seen else (),
         offloads_weights=engine.weights is not None,
         plan_keeps_all=planned is not None and not moved,
         plan_peak_bytes=None if planned is None else planned.plan.peak_bytes,

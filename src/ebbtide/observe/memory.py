@@ -259,8 +259,6 @@ class MemoryLog:
         self._close(mark)
         if self._phase.name == LOSS:
             self._owners.recount_gradients()  # the program may have freed them before backward
-            if self._memory is not None:
-                self._owners.look_for_holders(self._phase.peak_bytes)
         begin_bytes = 0 if self._memory is None else self._memory.now_bytes()
         self._phase = _Phase(name, mark, begin_bytes, self._owners.count())
         self._phases.append(self._phase)
