@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide import Finding, StepStats, Trace, TraceEvent
-from ebbtide.observe.memory import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.observe.memory import MemorySample, Owner, StepMemory
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import LayerFigures, RunRecord
 from ebbtide.units import format_size
@@ -99,23 +99,10 @@ def make_memory(events: tuple[TraceEvent, ...]) -> StepMemory:
     step = MemorySample("optimizer step", end_s, end_s + 0.012, owned, sum(owned.values()))
     samples.append(step)
     peak = max(range(len(samples)), key=lambda number: samples[number].peak_bytes)
-    top = samples[peak].owned
-    by_layer = [
-        OwnedBytes(owner, SAVED_BYTES, layer, name_of(layer))
-        for layer, owner in enumerate(
-            owner
-            for owner in (Owner.LEAVING, Owner.RELOADED, Owner.KEPT)
-            for _ in range(top.get(owner, 0) // SAVED_BYTES)
-        )
-    ]
-    others = [OwnedBytes(owner, size) for owner, size in top.items()]
-    rest = [each for each in others if each.owner not in {one.owner for one in by_layer}]
-    owned_at_peak = sorted([*by_layer, *rest], key=lambda each: -each.size_bytes)
     return StepMemory(
         "memory that torch's allocator has handed out",
         tuple(samples),
         peak,
-        tuple(owned_at_peak),
         int(samples[peak].peak_bytes * 1.06),
     )
 

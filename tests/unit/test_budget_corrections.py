@@ -178,13 +178,13 @@ def test_a_layer_that_keeps_what_it_saves_needs_more_than_one_that_offloads_it()
     records = [SavedBytes(10) for _ in range(2)]
     for record in records:  # each is saved, and leaves
         for size in (10, -10):
-            saved.take(size * MB, Owner.KEPT, None, record)
+            saved.take(size * MB, Owner.KEPT, record)
     watch.end_forward_of(Layer(0, ""))
     watch.end_forward()
     watch.begin_backward_of(0)
     for record in records:  # each comes back, is read, and let go of
         for size in (10, -10):
-            saved.take(size * MB, Owner.RELOADED, None, record)
+            saved.take(size * MB, Owner.RELOADED, record)
     watch.finish()
     assert (watch.working[0], watch.working[2]) == (2 * MB, 20 * MB)
     study = BudgetStudy(profile, LINK, 100 * MB)
@@ -206,7 +206,7 @@ def used_beside(watch: PassWatch, what: str, changes: list[tuple[int, SavedBytes
     else:
         watch.begin_backward_of(0)
     for size_mb, record in changes:
-        account.take(size_mb * MB, Owner.LEAVING, None, record)
+        account.take(size_mb * MB, Owner.LEAVING, record)
     watch.end_forward()
     return watch.working[0 if what == "forward" else 2] // MB
 

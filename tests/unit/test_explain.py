@@ -14,7 +14,7 @@ import ebbtide
 from ebbtide import Explanation, Inspection, StepStats
 from ebbtide.observe.explain import Evidence, explain
 from ebbtide.observe.inspection import InFlight, InspectedStorage
-from ebbtide.observe.memory import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.observe.memory import MemorySample, Owner, StepMemory
 from live_memory import LiveMemory
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
@@ -237,9 +237,8 @@ def recorded(phase: str = "B3", reserved: int = 0, **owned: int) -> Evidence:
     """A step that was recorded, by the MiB of each owner at the peak."""
     at_peak = {Owner[name]: size * MIB for name, size in owned.items()}
     peak_bytes = sum(at_peak.values())
-    parts = tuple(OwnedBytes(owner, size) for owner, size in at_peak.items())
     sample = MemorySample(phase, 0.0, 1.0, at_peak, peak_bytes)
-    memory = StepMemory("memory", (sample,), 0, parts, max(reserved * MIB, peak_bytes))
+    memory = StepMemory("memory", (sample,), 0, max(reserved * MIB, peak_bytes))
     stats = StepStats(unique_bytes=500 * MIB, offloaded_bytes=400 * MIB, num_saved=10)
     stats = dataclasses.replace(stats, saved_bytes=600 * MIB)
     return Evidence(

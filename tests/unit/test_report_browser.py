@@ -260,12 +260,11 @@ def test_the_keyboard_begins_at_the_peak_of_memory(quiet: Quiet) -> None:
     assert said(page, "memory").startswith("F6: ")
 
 
-def test_the_breakdown_of_the_peak_names_owners_and_layers(quiet: Quiet) -> None:
+def test_the_breakdown_of_the_peak_names_owners(quiet: Quiet) -> None:
     page = quiet.open(made_up())
     words = page.locator(".breakdown").inner_text()
     assert "At the peak, in F7: 758.0 MiB" in words
     assert "optimizer state" in words and "192.0 MiB" in words and "25%" in words
-    assert "0 fno_blocks.0" in words
 
 
 def test_the_table_sorts_by_mouse_and_keyboard(quiet: Quiet) -> None:

@@ -210,7 +210,7 @@ WRONG_FILES = {
         "version 99.*install the ebbtide that wrote it",
     ),
     "a damaged record": (
-        '{"ebbtide": {"format": "ebbtide-record", "version": 4}}',
+        '{"ebbtide": {"format": "ebbtide-record", "version": 5}}',
         "damaged.*record the run again",
     ),
     "a foreign key": ('{"ebbtide": 3}', "not a record of a run"),

@@ -15,13 +15,13 @@ tensors of the phase are taken as they were when they were most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 
-from ebbtide.devices.device import AbstractEvent, Layer, Origin
+from ebbtide.devices.device import AbstractEvent, Origin
 from ebbtide.observe.owners import TensorOwners
 from ebbtide.runtime.events import Owner
 from ebbtide.stores.measured_memory import AbstractMemory
@@ -31,24 +31,6 @@ from ebbtide.units import format_size, text_block
 
 IDLE: Final = frozenset({Owner.OTHER, Owner.MAPPED})
 """Owners of what was in memory before the step and is none of training's business."""
-
-
-@final
-@dataclass(frozen=True)
-class OwnedBytes:
-    """Bytes of one owner, and for activations of one layer.
-
-    Attributes:
-        owner: what the bytes belong to.
-        size_bytes: how many they are.
-        layer: index of the layer in forward order; None if they belong to no single layer.
-        name: name of that layer's module.
-    """
-
-    owner: Owner
-    size_bytes: int
-    layer: int | None = None
-    name: str = ""
 
 
 @final
@@ -88,7 +70,6 @@ class StepMemory:
         counted: what was counted, such as ``"resident memory (RSS) of the process"``.
         samples: the phases of the step in their order.
         peak: index in ``samples`` of the phase in which memory was highest.
-        peak_owned: what memory held at the peak, by owner and layer, largest first.
         reserved_peak_bytes: the peak of what nobody else could use. It is more than the peak where
             an allocator keeps blocks that were freed.
         counts_freed: whether memory that was freed counts as long as it is not returned to the
@@ -98,7 +79,6 @@ class StepMemory:
     counted: str
     samples: tuple[MemorySample, ...]
     peak: int
-    peak_owned: tuple[OwnedBytes, ...]
     reserved_peak_bytes: int
     counts_freed: bool = False
 
@@ -151,14 +131,6 @@ _COUNTED = frozenset({Owner.INPUTS, Owner.OUTPUTS, Owner.REFERENCED})
 _AFTER_FORWARD = (LOSS, OPTIMIZER, BETWEEN)
 
 
-class _Change(NamedTuple):
-    """Bytes of an owner that came, or went."""
-
-    owner: Owner
-    layer: Layer | None
-    size_bytes: int
-
-
 @final
 @dataclass(eq=False, slots=True)
 class _Phase:
@@ -166,7 +138,7 @@ class _Phase:
     mark: AbstractEvent
     begin_bytes: int
     standing: Mapping[Owner, int]
-    changes: list[_Change] = field(default_factory=list)
+    changes: list[tuple[Owner, int]] = field(default_factory=list)  # bytes that came, or went
     peak_bytes: int = 0
     reserved_bytes: int = 0
     end: AbstractEvent | None = None
@@ -180,7 +152,7 @@ class MemoryLog:
         memory: the memory that is measured. Its peak is reset at each begin of a phase. None: only
             saved tensors are counted.
         owners: counts what is not a saved tensor.
-        before: the saved tensors of earlier steps that are still there, by owner and layer.
+        before: the saved tensors of earlier steps that are still there, by owner.
         clock: records an event on the compute stream.
     """
 
@@ -188,7 +160,7 @@ class MemoryLog:
         self,
         memory: AbstractMemory | None,
         owners: TensorOwners,
-        before: Mapping[tuple[Owner, Layer | None], int],
+        before: Mapping[Owner, int],
         clock: Callable[[], AbstractEvent],
     ) -> None:
         self._memory = memory
@@ -209,12 +181,10 @@ class MemoryLog:
         """Number of phases that have begun."""
         return len(self._phases)
 
-    def change(
-        self, owner: Owner, layer: Layer | None, size_bytes: int, address: int | None = None
-    ) -> None:
+    def change(self, owner: Owner, size_bytes: int, address: int | None = None) -> None:
         """Note bytes that came or left; see `ebbtide.runtime.events.MemoryListener`."""
         changes = self._phase.changes
-        changes.append(_Change(owner, layer, size_bytes))
+        changes.append((owner, size_bytes))
         if address is None:
             return
         if size_bytes < 0:
@@ -222,7 +192,7 @@ class MemoryLog:
             return
         claimed = self._owners.claim(address)
         if claimed is not None:
-            changes.append(_Change(claimed[0], None, -claimed[1]))
+            changes.append((claimed[0], -claimed[1]))
 
     def note_reference(self, storage: torch.UntypedStorage) -> None:
         """Note a storage that has no reader left within ebbtide; the program may hold it still."""
@@ -276,12 +246,12 @@ class MemoryLog:
             phase.reserved_bytes = memory.reserved_peak_bytes()
             memory.reset_peak()
 
-    def saved_after(self) -> dict[tuple[Owner, Layer | None], int]:
-        """Return the saved tensors that are there at the end, by owner and layer."""
+    def saved_after(self) -> dict[Owner, int]:
+        """Return the saved tensors that are there at the end, by owner."""
         owned = Counter(self._before)
         for phase in self._phases:
             _carry_over(owned, phase)
-        return {key: size_bytes for key, size_bytes in owned.items() if size_bytes}
+        return {owner: size_bytes for owner, size_bytes in owned.items() if size_bytes}
 
     def freeze(self, origin: Origin, counted: str) -> StepMemory:
         """Return what was recorded. The host waits until the device has finished the step.
@@ -297,7 +267,6 @@ class MemoryLog:
         idle = {Owner.MAPPED: mapped_bytes, Owner.OTHER: idle_bytes - mapped_bytes}
         owned = Counter(self._before)
         samples: list[MemorySample] = []
-        mosts: list[Counter[tuple[Owner, Layer | None]]] = []
         for phase in self._phases:
             if phase.end is None:
                 break
@@ -307,15 +276,12 @@ class MemoryLog:
             measured = self._memory is not None
             sample = _sample(phase, most, idle, passed_bytes, origin, measured=measured)
             samples.append(sample)
-            mosts.append(most)
             _carry_over(owned, phase)
         counts_freed = self._memory is not None and self._memory.keeps_freed
-        peak = _find_peak(samples, counts_freed=counts_freed)
         return StepMemory(
             counted=counted,
             samples=tuple(samples),
-            peak=peak,
-            peak_owned=tuple(_by_layer(samples[peak].owned, mosts[peak])),
+            peak=_find_peak(samples, counts_freed=counts_freed),
             reserved_peak_bytes=max(phase.reserved_bytes for phase in self._phases),
             counts_freed=counts_freed,
         )
@@ -334,33 +300,31 @@ def _find_peak(samples: Sequence[MemorySample], *, counts_freed: bool) -> int:
     return next(i for i, sample in enumerate(samples) if sample.peak_bytes >= enough_bytes)
 
 
-def _carry_over(owned: Counter[tuple[Owner, Layer | None]], phase: _Phase) -> None:
+def _carry_over(owned: Counter[Owner], phase: _Phase) -> None:
     """Apply the changes of a phase, but for those of owners that are counted in each phase."""
-    for owner, layer, size_bytes in phase.changes:
+    for owner, size_bytes in phase.changes:
         if owner not in _COUNTED:
-            owned[owner, layer] += size_bytes
+            owned[owner] += size_bytes
 
 
-def _most(
-    before: Counter[tuple[Owner, Layer | None]], phase: _Phase
-) -> Counter[tuple[Owner, Layer | None]]:
+def _most(before: Counter[Owner], phase: _Phase) -> Counter[Owner]:
     """Return the saved tensors of a phase when they were most; [Note: the moment of the peak]."""
     size_bytes = most_bytes = 0
     at = 0
-    for number, change in enumerate(phase.changes):
-        if change.owner not in _COUNTED:
-            size_bytes += change.size_bytes
+    for number, (owner, changed_bytes) in enumerate(phase.changes, 1):
+        if owner not in _COUNTED:
+            size_bytes += changed_bytes
         if size_bytes >= most_bytes:
-            most_bytes, at = size_bytes, number + 1
+            most_bytes, at = size_bytes, number
     owned = Counter(before)
-    for change in phase.changes[:at]:
-        owned[change.owner, change.layer] += change.size_bytes
+    for owner, changed_bytes in phase.changes[:at]:
+        owned[owner] += changed_bytes
     return owned
 
 
 def _sample(
     phase: _Phase,
-    saved: Mapping[tuple[Owner, Layer | None], int],
+    saved: Mapping[Owner, int],
     idle: Mapping[Owner, int],
     passed_bytes: int,
     origin: Origin,
@@ -369,8 +333,7 @@ def _sample(
 ) -> MemorySample:
     assert phase.end is not None
     owned = Counter(phase.standing)
-    for (owner, _), size_bytes in saved.items():
-        owned[owner] += size_bytes
+    owned.update(saved)
     owned.update(idle)
     known_bytes = sum(owned.values())
     peak_bytes = phase.peak_bytes if measured else known_bytes
@@ -388,19 +351,3 @@ def _sample(
         owned={owner: owned[owner] for owner in Owner if owned[owner]},
         peak_bytes=peak_bytes,
     )
-
-
-def _by_layer(
-    owned: Mapping[Owner, int], saved: Mapping[tuple[Owner, Layer | None], int]
-) -> Iterator[OwnedBytes]:
-    """Yield what the peak consists of, largest first; activations for each layer."""
-    merged: Counter[tuple[Owner, int | None, str]] = Counter()
-    for owner, size_bytes in owned.items():
-        merged[owner, None, ""] = size_bytes
-    for (owner, layer), size_bytes in saved.items():
-        if layer is not None:
-            merged[owner, layer.index, layer.name] += size_bytes
-            merged[owner, None, ""] -= size_bytes
-    parts = merged.items()
-    whole = [OwnedBytes(owner, size, layer, name) for (owner, layer, name), size in parts if size]
-    yield from sorted(whole, key=lambda part: -part.size_bytes)

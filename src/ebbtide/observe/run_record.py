@@ -181,7 +181,7 @@ def _describe_device(device: torch.device) -> str:
 # ---- Files of records: Chrome traces, which Perfetto opens, with the rest beside the events ----
 
 FORMAT: Final = "ebbtide-record"
-VERSION: Final = 4
+VERSION: Final = 5
 
 RUN_FORMAT: Final = "ebbtide-run"  # of ``ebbtide run --json``, which has a record of each model
 RUN_VERSION: Final = 3

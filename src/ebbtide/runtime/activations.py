@@ -401,7 +401,7 @@ class Activations:
                 record.numbers = {scope.place: number}
             if decision is KEEP:
                 self._offloads.retire_finished()
-                self._account.take_kept(size_bytes, record.layer, record)
+                self._account.take_kept(size_bytes, record)
                 self._register(record, scope)
                 return record
             if call is not None:
@@ -749,9 +749,9 @@ class Activations:
         self.note_backward(call.log)
         self.transfers.store.note_freed(call.size_bytes)  # of the layer whose backward has ended
         with self._gate:
-            self._account.take(-call.held_bytes, Owner.RECOMPUTED, call.layer)
+            self._account.take(-call.held_bytes, Owner.RECOMPUTED)
             call.held_bytes = call.size_bytes
-            self._account.take(call.held_bytes, Owner.RECOMPUTED, call.layer)
+            self._account.take(call.held_bytes, Owner.RECOMPUTED)
         self._account.run("recompute", Subject(call.layer, call.microbatch, call.size_bytes), run)
 
     def recomputed(self) -> list[RecomputedLayer]:
@@ -774,7 +774,7 @@ class Activations:
                     self._account.take_kept(-sum(held.values()))
             elif type(held) is RecomputedLayer:
                 self.transfers.live -= 1
-                self._account.take(-held.held_bytes, Owner.RECOMPUTED, held.layer)
+                self._account.take(-held.held_bytes, Owner.RECOMPUTED)
 
     def _forget_handle(self, record: StorageRecord) -> None:
         self.transfers.live -= 1
@@ -807,7 +807,7 @@ class Activations:
             self.transfers.store.drop(slot)
             self._account.stored_bytes[slot.tier] -= record.size_bytes
         if record.decision is KEEP:
-            self._account.take_kept(-record.size_bytes, record.layer, record)
+            self._account.take_kept(-record.size_bytes, record)
             self.transfers.store.note_freed(record.size_bytes)
         elif record.decision is REBUILD:
             record.call = None

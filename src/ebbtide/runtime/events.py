@@ -131,14 +131,11 @@ class EventListener(Protocol):
 class MemoryListener(Protocol):
     """Is told which bytes come and go, from the begin of a step to the begin of the next."""
 
-    def change(
-        self, owner: Owner, layer: Layer | None, size_bytes: int, address: int | None = None
-    ) -> None:
+    def change(self, owner: Owner, size_bytes: int, address: int | None = None) -> None:
         """Bytes of saved tensors came to the device; a negative number of them left it.
 
         Args:
             owner: what they are.
-            layer: the layer that they belong to.
             size_bytes: how many they are.
             address: address of the storage, if it is the one that was saved and no copy of it.
         """

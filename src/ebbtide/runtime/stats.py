@@ -370,15 +370,12 @@ class Account:
             self.recorder.copy("reload", subject(record), record.ready)
             record.copies += (("reload", record.ready),)
 
-    def take(
-        self, size_bytes: int, owner: Owner, layer: Layer | None, record: Record | None = None
-    ) -> None:
+    def take(self, size_bytes: int, owner: Owner, record: Record | None = None) -> None:
         """Count bytes of saved tensors that come to the device; a negative number of them leave it.
 
         Args:
             size_bytes: how many.
             owner: what they are.
-            layer: the layer that they belong to; None outside layers.
             record: the record whose bytes they are; None for several together.
         """
         if self.passes is not None:
@@ -389,23 +386,21 @@ class Account:
         if self.memory is not None:
             is_source = record is not None and owner in _SOURCES
             address = record.source_address if record is not None and is_source else None
-            self.memory.change(owner, layer, size_bytes, address)
+            self.memory.change(owner, size_bytes, address)
 
-    def take_kept(
-        self, size_bytes: int, layer: Layer | None = None, record: Record | None = None
-    ) -> None:
+    def take_kept(self, size_bytes: int, record: Record | None = None) -> None:
         """Count bytes that stay on the device; a negative number of them are held no more."""
         self.kept_bytes += size_bytes
         if size_bytes > 0:
             self.meter.kept_bytes += size_bytes
-        self.take(size_bytes, Owner.KEPT, layer, record)
+        self.take(size_bytes, Owner.KEPT, record)
 
-    def take_weights(self, size_bytes: int, layer: Layer | None = None) -> None:
+    def take_weights(self, size_bytes: int) -> None:
         """Count bytes of weights that come to the device; a negative number of them leave it."""
         self.weight_bytes += size_bytes
         self.meter.peak_weight_bytes = max(self.meter.peak_weight_bytes, self.weight_bytes)
         if self.memory is not None:
-            self.memory.change(Owner.WEIGHTS, layer, size_bytes)
+            self.memory.change(Owner.WEIGHTS, size_bytes)
 
     def wait(
         self, record: Record, event: AbstractEvent, stream: AbstractStream, *, is_reload: bool

@@ -165,7 +165,7 @@ class Offloads:
     def retain(self, record: Record) -> None:
         """Hold the source of a record until a schedule starts its copy, or releases it."""
         self.retained_bytes += record.size_bytes
-        self._account.take(record.size_bytes, _LEAVING, record.layer, record)
+        self._account.take(record.size_bytes, _LEAVING, record)
 
     def start(self, record: Record) -> None:
         """Queue the copy down of a record that is PENDING. Its source is retained from now on.
@@ -203,7 +203,7 @@ class Offloads:
         self.queue.append(record)
         self.queued_bytes += record.size_bytes
         if record.kind is ACTIVATION:
-            self._account.take(record.size_bytes, _LEAVING, record.layer, record)
+            self._account.take(record.size_bytes, _LEAVING, record)
 
     def stop_retaining(self, record: Record) -> None:
         """Stop retaining a source. If its copy has begun, the copy is completed first."""
@@ -271,7 +271,7 @@ class Offloads:
 
     def _give_up_retained(self, record: Record) -> None:
         self.retained_bytes -= record.size_bytes
-        self._account.take(-record.size_bytes, _LEAVING, record.layer, record)
+        self._account.take(-record.size_bytes, _LEAVING, record)
 
     def _release(self, record: Record) -> None:
         assert record.offloaded is not None
@@ -285,7 +285,7 @@ class Offloads:
         else:
             record.release_source()
         if record.kind is ACTIVATION:  # after that, so that what is in use then is without it
-            self._account.take(-record.size_bytes, _LEAVING, record.layer, record)
+            self._account.take(-record.size_bytes, _LEAVING, record)
         if is_out and self._account.recorder is not None:
             self._account.note_release(record)
 
@@ -390,7 +390,7 @@ class Reloads:
         self.buffered[record] = None
         self.buffered_bytes += record.size_bytes
         owner = Owner.REBUILT if record.state is REBUILT else _RELOADED
-        self._account.take(record.size_bytes, owner, record.layer, record)
+        self._account.take(record.size_bytes, owner, record)
 
     def release(self, record: Record) -> None:
         """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
@@ -399,7 +399,7 @@ class Reloads:
             owner, state = Owner.REBUILT, REBUILDABLE
         del self.buffered[record]
         self.buffered_bytes -= record.size_bytes
-        self._account.take(-record.size_bytes, owner, record.layer, record)
+        self._account.take(-record.size_bytes, owner, record)
         self.free(record, state)
 
     def note_read(self, record: Record) -> None:

@@ -534,7 +534,7 @@ class DeviceWeights(AbstractWeights):
         group.used_elsewhere = False
         self._there[group] = None
         self._at[buffer.untyped_storage()._cdata] = group
-        self._transfers.account.take_weights(group.size_bytes, group.layer)
+        self._transfers.account.take_weights(group.size_bytes)
         self.peak_groups = max(self.peak_groups, len(self._there))
 
     def _find_buffer(self, size_bytes: int, most: int) -> tuple[torch.Tensor, AbstractStream]:
@@ -613,7 +613,7 @@ class DeviceWeights(AbstractWeights):
             identity = buffer.untyped_storage()._cdata
             self._viewed = [each for each in self._viewed if each[1].cdata != identity]
         self._transfers.reloads.free(group, STORED)
-        self._transfers.account.take_weights(-group.size_bytes, group.layer)
+        self._transfers.account.take_weights(-group.size_bytes)
 
     def _release_if_outdated(self, group: WeightGroup) -> None:
         """Release a group's buffer if the program has changed the host values since."""

@@ -98,8 +98,7 @@ class MemoryChart extends Chart {
   /** Show what memory holds in a phase, or at the peak. The table is the legend of the chart, too. */
   tell(phase) {
     const { memory } = this.run;
-    const owned = this.byOwner(phase ?? memory.samples[memory.peak]);
-    this.breakdown.replaceChildren(owned, ...this.byLayer());
+    this.breakdown.replaceChildren(this.byOwner(phase ?? memory.samples[memory.peak]));
     if (!phase) return "";
     const lasts = formatSeconds(phase.end_s - phase.begin_s);
     return `${phase.phase}: ${formatSize(phase.peak_bytes)}, lasts ${lasts}`;
@@ -110,27 +109,17 @@ class MemoryChart extends Chart {
     const title = `${isPeak ? "At the peak, in" : "In"} ${phase.phase}: ${formatSize(phase.peak_bytes)}`;
     const rows = this.names.map((name) => {
       const owner = this.owners[name];
-      return [owner, owner.label, phase.owned[name] ?? 0, ""];
+      return [owner, owner.label, phase.owned[name] ?? 0];
     });
     return makeSizes(title, rows, phase.peak_bytes);
-  }
-
-  byLayer() {
-    const { samples, peak, peak_owned } = this.run.memory;
-    const layers = peak_owned.filter(({ layer }) => layer !== null);
-    const rows = layers.slice(0, 10).map(({ owner, size_bytes, layer, name }) => [
-      this.owners[owner], layerName(layer, name), size_bytes, ` ${this.owners[owner].label}`,
-    ]);
-    const more = layers.length > rows.length ? `, the largest ${rows.length} of ${layers.length}` : "";
-    return rows.length ? [makeSizes(`At the peak by layer${more}`, rows, samples[peak].peak_bytes)] : [];
   }
 }
 
 function makeSizes(title, rows, whole) {
-  const cells = rows.map(([mark, name, size, remark]) =>
+  const cells = rows.map(([mark, name, size]) =>
     element(
       "tr", size ? {} : { class: "none" },
-      element("td", {}, swatch(mark), name, element("small", {}, remark)),
+      element("td", {}, swatch(mark), name),
       element("td", { class: "size" }, size ? formatSize(size) : "–"),
       element("td", { class: "share" }, size ? `${Math.round((size / whole) * 100)}%` : ""),
     ),
