@@ -11,7 +11,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from torch import distributed
 from torch.optim.optimizer import (
@@ -77,26 +77,23 @@ OPTIMIZER_WATCHES: dict[int, tuple[_Told, _Told]] = {}
 _NUMBERS = itertools.count()
 
 
-@final
-class OptimizerWatch:
-    """Tells an object of each step of any optimizer, as long as the object lives.
+def watch_optimizers(before: _Told = None, after: _Told = None) -> Callable[[], object]:
+    """Tell an object of each step of any optimizer, as long as the object lives.
 
     Args:
         before: a method of the object, called with the optimizer and the arguments of its step.
         after: the same, called after the step, unless that has raised an error.
+
+    Returns:
+        What ends it.
     """
-
-    def __init__(self, before: _Told = None, after: _Told = None) -> None:
-        number = next(_NUMBERS)
-        owner = (before or after).__self__  # type: ignore[union-attr]
-        told = [None if each is None else call_weakly(each) for each in (before, after)]
-        self._end = weakref.finalize(owner, OPTIMIZER_WATCHES.pop, number, None)
-        self._end.atexit = False
-        OPTIMIZER_WATCHES[number] = told[0], told[1]
-
-    def remove(self) -> None:
-        """Tell the object no more."""
-        self._end()
+    number = next(_NUMBERS)
+    owner = (before or after).__self__  # type: ignore[union-attr]
+    told = [None if each is None else call_weakly(each) for each in (before, after)]
+    end = weakref.finalize(owner, OPTIMIZER_WATCHES.pop, number, None)
+    end.atexit = False
+    OPTIMIZER_WATCHES[number] = told[0], told[1]
+    return end
 
 
 def _tell(when: int, *step: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
-from ebbtide.devices.process import OptimizerWatch, call_weakly
+from ebbtide.devices.process import call_weakly, watch_optimizers
 from ebbtide.errors import PolicyError
 from ebbtide.observe.memory import BEGIN, BETWEEN, OPTIMIZER, MemoryLog
 from ebbtide.observe.owners import TensorOwners
@@ -175,7 +175,7 @@ class Recording:
         before = {}
         if self._log is None:
             self._memory = None if self._make_memory is None else self._make_memory()
-            OptimizerWatch(self._begin_optimizer_step, self._end_optimizer_step)
+            watch_optimizers(self._begin_optimizer_step, self._end_optimizer_step)
         else:
             self._log.close()
             before = self._log.saved_after()

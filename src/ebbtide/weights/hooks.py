@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from ebbtide.devices.process import OptimizerWatch, call_weakly
+from ebbtide.devices.process import call_weakly, watch_optimizers
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.compiled import register_hooks
@@ -298,10 +298,11 @@ class AbstractWeights(ABC):
             most_bytes = 2 * max(group.resting_bytes for group in self.groups)
             self._state = MappedOptimizerState(store, call_weakly(self.find), most_bytes)
         self._use(transfers)
-        self._hooks: list[Any] = [OptimizerWatch(before=self.before_step)]
+        self._end_hooks = [watch_optimizers(before=self.before_step)]
         for used_module, needed in self._used:
             begin = functools.partial(self._begin, needed)
-            self._hooks += register_hooks(begin, functools.partial(self._end, needed), used_module)
+            end = functools.partial(self._end, needed)
+            self._end_hooks += [each.remove for each in register_hooks(begin, end, used_module)]
 
     # ---- what differs on an accelerator and on a CPU ------------------------------------------
 
@@ -546,8 +547,8 @@ class AbstractWeights(ABC):
         Args:
             to: where they go; None: the device that the model computes on.
         """
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._end_hooks:
+            self._end_hooks.pop()()
         for _, member in self.members():
             member.put_back()  # an interrupt may have come after the last forward
         is_mapped = all(group.resting.is_mapped for group in self.groups)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ebbtide.devices.process import OptimizerWatch
+from ebbtide.devices.process import watch_optimizers
 from ebbtide.errors import PolicyError
 from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
@@ -105,7 +105,7 @@ class ModelWeights:
             weakref.WeakKeyDictionary()
         )
         self._joining: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._watch = OptimizerWatch(before=self._bring_state)
+        self._end_watch = watch_optimizers(before=self._bring_state)
 
     @property
     def may_move(self) -> bool:
@@ -215,7 +215,7 @@ class ModelWeights:
         The state of the optimizers that have stepped follows in their next step: who takes none
         may have no room for it there.
         """
-        self._watch.remove()
+        self._end_watch()
         self._end_resting(self._origin)
         model = self._model()
         if model is not None and self._origin is not None:

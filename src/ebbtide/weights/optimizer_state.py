@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from ebbtide.devices.lanes import watch
-from ebbtide.devices.process import OptimizerWatch, call_weakly
+from ebbtide.devices.process import call_weakly, watch_optimizers
 from ebbtide.errors import StoreFullError, warn_user
 from ebbtide.runtime.torch_internals import count_storage_users
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
@@ -71,7 +71,7 @@ class MappedOptimizerState:
         self._warned = False
         self._freed = FreedMemory()
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
-        self._watch = OptimizerWatch(before=self.before_step, after=self.after_step)
+        self._end_watch = watch_optimizers(before=self.before_step, after=self.after_step)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Start the pager, and have the state that the optimizer makes moved to files."""
@@ -129,7 +129,7 @@ class MappedOptimizerState:
     def close(self) -> None:
         """Watch no optimizer. Each part of a file is given back when no tensor refers to it."""
         self._end_step()
-        self._watch.remove()
+        self._end_watch()
 
     def _copy_to_file(self, value: torch.Tensor) -> torch.Tensor:
         slot = self._store.allocate_resting_on_disk(value.nbytes)

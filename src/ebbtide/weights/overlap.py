@@ -36,7 +36,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ebbtide.devices.device import AbstractEvent
-from ebbtide.devices.process import OptimizerWatch, call_weakly, num_processes, watch_forks
+from ebbtide.devices.process import call_weakly, num_processes, watch_forks, watch_optimizers
 from ebbtide.errors import PolicyError
 from ebbtide.policy import parse_number, refuse
 from ebbtide.runtime.engine import Engine
@@ -389,7 +389,8 @@ class StepOverlap:
         self._pending: list[AbstractEvent] = []
         self.stats = OverlapStats()
         self.grad_norm: torch.Tensor | None = None
-        self._hooks: dict[int, Any] = {0: OptimizerWatch(after=self._forget_stepped)}
+        self._end_watch = watch_optimizers(after=self._forget_stepped)
+        self._hooks: dict[int, Any] = {}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
         self.note_fork()  # which makes the lock and the worker
         self.forget(optimizer)
@@ -840,6 +841,7 @@ class StepOverlap:
 
     def close(self) -> None:
         """Let the optimizer be as it was before. What was stepped ahead is forgotten."""
+        self._end_watch()
         _remove_hooks(self._hooks)
         self._worker.close()  # which finishes what it works at: it reads what rests on the host
         optimizer = self._optimizer()
