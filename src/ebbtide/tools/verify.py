@@ -885,10 +885,6 @@ def describe_model(model: nn.Module) -> str:
 # ---- What `ebbtide verify` names: the model of a script, or what a function returns ----
 
 
-class _VerifiedError(BaseException):
-    """Ends a script whose model has been verified. No `except Exception` of it catches this."""
-
-
 def verify_script(
     script: MainScript, options: RunOptions, steps: int, seeds: range
 ) -> VerifyReport:
@@ -918,13 +914,13 @@ def verify_script(
             found.append(_verify_with(options, self, batch, None, steps, seeds))
         except Exception as error:  # which the script might catch
             found.append(error)
-        raise _VerifiedError
+        raise SystemExit  # which no `except Exception` of the script catches
 
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
     ending = ""
     try:
         script.run()
-    except (_VerifiedError, SystemExit):
+    except SystemExit:
         pass
     except Exception as error:
         ending = f": {type(error).__name__}: {error}"
