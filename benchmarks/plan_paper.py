@@ -106,15 +106,15 @@ def _largest(case: Case, device_bytes: int) -> list[dict[str, Any]]:
             study = _study(case, length)
             if method == "planned":
                 return study.smallest_bytes <= device_bytes
-            prediction = study.rule(_RULES[method], device_bytes).prediction
+            prediction = study.predict(study.rule(_RULES[method], device_bytes))
             return not study.budget(device_bytes).excess_bytes(prediction)
 
         length = case.largest(fits)
         study = _study(case, length)
         if method == "planned":
-            found = study.find(device_bytes).prediction
+            found = study.predict(study.find(device_bytes))
         else:
-            found = study.rule(_RULES[method], device_bytes).prediction
+            found = study.predict(study.rule(_RULES[method], device_bytes))
         entries.append(_entry(case, method, length, found.peak_bytes, found.step_s))
     length = _largest_saved_on_cpu(case, device_bytes)
     saved = case.saved_on_cpu(length)
@@ -193,7 +193,7 @@ def _beside_save_on_cpu(case: Case, its_bytes: int) -> list[dict[str, Any]]:
             "save_on_cpu_copied_bytes_each_way": its.copied_bytes,
         }
         try:
-            found = study.find(budget_bytes).prediction
+            found = study.predict(study.find(budget_bytes))
             entry |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
         except BudgetError:
             pass

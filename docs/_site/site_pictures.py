@@ -299,24 +299,24 @@ def link_fewer(path: Path) -> None:
 @picture
 def working_set(path: Path) -> None:
     """An FNO's step within a small budget, pass by pass, as `ebbtide plan` predicts it."""
-    found = run_plan("fno2d", {"resolution": 512}, "h100", "2.4GiB")
-    assert found.chosen is not None
-    count = len(found.study.profile.layers)
-    kept = found.study.rule("keep all", found.budget_bytes).prediction.peak_by_position
+    study = run_plan("fno2d", {"resolution": 512}, "h100", "2.4GiB")
+    assert study.chosen is not None
+    count = len(study.profile.layers)
+    kept = study.predict(study.rule("keep all", study.budget_bytes)).peak_by_position
     curves = {
         ("everything kept", ORANGE): kept,
-        ("within the budget", BLUE): found.chosen.prediction.peak_by_position,
+        ("within the budget", BLUE): study.predict(study.chosen).peak_by_position,
     }
     figure, axes = new_figure(4.5)
     for (name, colour), peaks in curves.items():
         heights = [peak / 2**30 for peak in (*peaks, peaks[-1])]
         axes.fill_between(range(len(heights)), heights, step="post", color=colour, label=name)
-    budget = found.budget_bytes / 2**30
+    budget = study.budget_bytes / 2**30
     axes.axhline(budget, color=RED, linestyle="--", label=f"budget of {budget:.1f} GiB")
     names = [*(f"F{n}" for n in range(count)), "loss", *(f"B{n}" for n in reversed(range(count)))]
     axes.set_xticks([n + 0.5 for n in range(len(names))], names)
     axes.set(ylim=(0, max(kept) / 2**30 * 1.35), ylabel="device memory at the peak (GiB)")
-    axes.set_title(f"{found.study.task.title}, 512 x 512: predicted", loc="left", fontsize=10)
+    axes.set_title(f"{study.task.title}, 512 x 512: predicted", loc="left", fontsize=10)
     axes.legend(loc="upper left", ncols=2, frameon=False, fontsize=8.5)
     figure.savefig(path)
 

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.torch_internals import parts_of, tree_leaves
 
+
 class _Known(NamedTuple):
     """A storage that belongs to somebody; the reference does not keep it alive."""
 

@@ -253,13 +253,13 @@ def plan(
     }  # fmt: skip
     # A user's model may print what it likes, and other programs read the report or JSON.
     with status() as say, contextlib.redirect_stdout(sys.stderr):
-        found = run_plan(
+        study = run_plan(
             model, options, hardware, budget, layers=plan_layers or (),
             optimizer_states=optimizer_states, weights=weights, save=save, say=say,
         )  # fmt: skip
-        text = as_document(found) if json else build_report(found)
+        text = as_document(study) if json else build_report(study)
     typer.echo(text)
-    if found.chosen is None:
+    if study.chosen is None:
         raise typer.Exit(ExitCode.DOES_NOT_FIT)
     if save is not None and not json:
         typer.echo(f"\nPlan: {save}")

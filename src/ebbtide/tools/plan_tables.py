@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from rich.console import RenderableType
 
@@ -41,13 +41,6 @@ RULES: Final = (
 """The plans that are compared with the one that is found; nothing is rebuilt in a profile."""
 
 
-class Outcome(NamedTuple):
-    """A plan and what it is predicted to cost."""
-
-    plan: Plan
-    prediction: Prediction
-
-
 @final
 class Study:
     """One training step on one machine.
@@ -60,11 +53,14 @@ class Study:
         optimizer_states: tensors of the weights' size that the optimizer keeps.
         weights: whether weights, gradients and the optimizer's state may rest on the host, if that
             is faster or nothing else fits. Rules for all layers keep them on the device.
+        budget_bytes: the budget of device memory that was asked for; None: all that there is.
+        say: is told what is being looked for.
 
     Attributes:
         task: as given.
         hardware: as given.
         weights: as given.
+        budget_bytes: the budget of device memory.
         names: names of the modules that are layers.
         profile: the step, profiled.
 
@@ -80,8 +76,12 @@ class Study:
         optimizer_states: int = 2,
         *,
         weights: bool = False,
+        budget_bytes: int | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.task, self.hardware, self.weights = task, hardware, weights
+        self.budget_bytes = hardware.device_memory_bytes if budget_bytes is None else budget_bytes
+        self._say = say
         model = task.model
         found = match_layers(model, list(patterns)).names if patterns else covering_layers(model)
         self.names = list(found)
@@ -106,15 +106,18 @@ class Study:
         host_bytes = min(hardware.host_memory_bytes, hardware.pinned_limit_bytes)
         return PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)
 
-    def find(self, device_bytes: int) -> Outcome:
+    def predict(self, plan: Plan) -> Prediction:
+        """Predict what a step under a plan costs."""
+        return self._timing.predict(plan)
+
+    def find(self, device_bytes: int) -> Plan:
         """Find the fastest plan within a budget of device memory.
 
         Raises:
             BudgetError: no plan was found within the budget.
         """
         budget = self.budget(device_bytes)
-        plan = search(self.profile, self.hardware, budget, self._timing, weights=self.weights)
-        return Outcome(plan, self._timing.predict(plan))
+        return search(self.profile, self.hardware, budget, self._timing, weights=self.weights)
 
     @functools.cached_property
     def smallest_bytes(self) -> int:
@@ -126,7 +129,7 @@ class Study:
         )
         return min(each.peak_bytes or 0 for each in plans)
 
-    def rule(self, name: str, device_bytes: int) -> Outcome:
+    def rule(self, name: str, device_bytes: int) -> Plan:
         """Return a plan that treats all layers alike.
 
         It has the number of bytes in flight with which it is fastest within the budget, or, if it
@@ -138,22 +141,64 @@ class Study:
         """
         budget = self.budget(device_bytes)
         plan = dict(rule_plans(self.profile))[name]
-        outcomes = []
-        for inflight_bytes in inflight_choices(self.profile) if "offload" in name else (0,):
-            bounded = dataclasses.replace(plan, max_inflight_bytes=inflight_bytes)
-            outcomes.append(Outcome(bounded, self._timing.predict(bounded)))
-        return min(
-            outcomes,
-            key=lambda each: (budget.excess_bytes(each.prediction), each.prediction.step_s),
-        )
+        choices = inflight_choices(self.profile) if "offload" in name else (0,)
+        plans = (dataclasses.replace(plan, max_inflight_bytes=choice) for choice in choices)
+
+        def cost(plan: Plan) -> tuple[int, float]:
+            prediction = self.predict(plan)
+            return budget.excess_bytes(prediction), prediction.step_s
+
+        return min(plans, key=cost)
+
+    @functools.cached_property
+    def rows(self) -> dict[int, Plan | None]:
+        """A plan for each of several budgets, the largest first; None: nothing fits.
+
+        The budget that was asked for is among them. The largest budget lets everything be kept, the
+        smallest is the smallest that fits. Those in between are evenly spaced. Budgets that the
+        device does not have are left out.
+        """
+        device_bytes = self.hardware.device_memory_bytes
+        most = self.predict(self.rule("keep all", device_bytes)).peak_bytes
+        least = self.smallest_bytes
+        top = max(min(most, device_bytes), least)
+        count = _ROWS if len(self.profile.layers) < _LONG else _ROWS_IF_LONG
+        spaced = [top - (top - least) * n // (count - 1) for n in range(count)]
+        budgets = {_rounded_up(each) for each in spaced if each <= device_bytes or each == least}
+        rows: dict[int, Plan | None] = {}
+        best: Plan | None = None
+        for each in sorted(budgets | {self.budget_bytes}):
+            self._say(f"the fastest step within {each / 2**30:.2f} GiB")
+            try:
+                plan = self.find(each)
+            except BudgetError:
+                rows[each] = None
+                continue
+            if best is not None and self.predict(best).step_s < self.predict(plan).step_s:
+                # The search has missed the plan for a smaller budget, which is faster.
+                plan = dataclasses.replace(best, bound_s=plan.bound_s)
+            rows[each] = best = plan
+        return dict(reversed(rows.items()))
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The plan within the budget; None: nothing fits."""
+        return self.rows[self.budget_bytes]
 
 
-# ---- What a step costs at several budgets ----
-
-_ROWS: Final = 5
+_ROWS: Final = 5  # of several budgets
 _ROWS_IF_LONG: Final = 4  # for steps of many layers, whose search takes seconds
 _LONG: Final = 24
 _MIB: Final = 2**20
+
+
+def _rounded_up(size_bytes: int) -> int:
+    """Round up to a hundredth of a GiB or to a MiB, so that what is printed is what was used."""
+    grain = 2**30 // 100 + 1 if size_bytes >= 2**30 else _MIB
+    return -(-size_bytes // grain) * grain
+
+
+# ---- What a plan does ----
 
 
 def layer_sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
@@ -190,92 +235,27 @@ def count_choices(study: Study, plan: Plan) -> dict[str, int]:
     }
 
 
-def find_rows(
-    study: Study, budget_bytes: int, say: Callable[[str], None] = lambda _: None
-) -> dict[int, Outcome | None]:
-    """Return a plan for each of several budgets, the largest first; None: nothing fits.
-
-    The budget that was asked for is among them.
-
-    The largest budget lets everything be kept, the smallest is the smallest that fits. Those in
-    between are evenly spaced. Budgets that the device does not have are left out.
-
-    Args:
-        study: the training step.
-        budget_bytes: the budget that was asked for.
-        say: is told what is being looked for.
-    """
-    device_bytes = study.hardware.device_memory_bytes
-    most = study.rule("keep all", device_bytes).prediction.peak_bytes
-    least = study.smallest_bytes
-    top = max(min(most, device_bytes), least)
-    count = _ROWS if len(study.profile.layers) < _LONG else _ROWS_IF_LONG
-    spaced = [top - (top - least) * n // (count - 1) for n in range(count)]
-    budgets = {_rounded_up(each): None for each in spaced if each <= device_bytes or each == least}
-    budgets[budget_bytes] = None
-    rows: dict[int, Outcome | None] = {}
-    best: Outcome | None = None
-    for each in sorted(budgets):
-        say(f"the fastest step within {each / 2**30:.2f} GiB")
-        try:
-            outcome = study.find(each)
-        except BudgetError:
-            rows[each] = None
-            continue
-        if best is not None and best.prediction.step_s < outcome.prediction.step_s:
-            # The search has missed the plan for a smaller budget, which is faster.
-            plan = dataclasses.replace(best.plan, bound_s=outcome.plan.bound_s)
-            outcome = Outcome(plan, best.prediction)
-        rows[each] = best = outcome
-    return dict(reversed(rows.items()))
-
-
-def _rounded_up(size_bytes: int) -> int:
-    """Round up to a hundredth of a GiB or to a MiB, so that what is printed is what was used."""
-    grain = 2**30 // 100 + 1 if size_bytes >= 2**30 else _MIB
-    return -(-size_bytes // grain) * grain
-
-
 # ---- What `ebbtide plan` prints ----
 
 _NAME_WIDTH: Final = 16
 
 
-class Findings(NamedTuple):
-    """All that a study has found.
-
-    Attributes:
-        study: the study.
-        budget_bytes: the budget of device memory.
-        rows: plans by their budgets.
-    """
-
-    study: Study
-    budget_bytes: int
-    rows: Mapping[int, Outcome | None]
-
-    @property
-    def chosen(self) -> Outcome | None:
-        """The plan within the budget; None: nothing fits."""
-        return self.rows[self.budget_bytes]
-
-
-def build_report(found: Findings) -> str:
+def build_report(study: Study) -> str:
     """Return the report, in lines of 80 columns or less."""
-    parts: list[RenderableType] = [found.study.task.title, labelled(_facts(found), 8), ""]
-    parts += [*_budgets(found), "", *_plan(found), "", *_rules(found)]
-    return render(*parts, "", origin(found.study.hardware))
+    parts: list[RenderableType] = [study.task.title, labelled(_facts(study), 8), ""]
+    parts += [*_budgets(study), "", *_plan(study), "", *_rules(study)]
+    return render(*parts, "", origin(study.hardware))
 
 
-def _facts(found: Findings) -> Iterator[tuple[str, str]]:
-    study, profile = found.study, found.study.profile
+def _facts(study: Study) -> Iterator[tuple[str, str]]:
+    profile = study.profile
     saved = sum(
         each.size_bytes for layer in profile.layers for each in layer.storages if not each.same_as
     )
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
     yield "step", study.task.size or "as the function makes it"
     yield "machine", study.hardware.name
-    yield "budget", f"{format_size(found.budget_bytes)} of device memory"
+    yield "budget", f"{format_size(study.budget_bytes)} of device memory"
     yield "layers", _join_names([each.name for each in profile.layers if not each.between])
     yield "saved", f"{format_size(saved)} by all layers, each storage once"
     owned = f"{format_size(parameters)} of the layers' weights, gradients, optimizer"
@@ -297,16 +277,15 @@ def _stem(name: str) -> str:
     return head if tail.isdigit() else name
 
 
-def _budgets(found: Findings) -> Iterator[RenderableType]:
-    base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
+def _budgets(study: Study) -> Iterator[RenderableType]:
+    base_s = study.predict(study.rule("keep all", study.budget_bytes)).step_s
     rows: list[Sequence[str]] = []
-    for budget_bytes, outcome in found.rows.items():
-        begin = (">" if budget_bytes == found.budget_bytes else "", format_size(budget_bytes))
-        if outcome is None:
+    for budget_bytes, plan in study.rows.items():
+        begin = (">" if budget_bytes == study.budget_bytes else "", format_size(budget_bytes))
+        if plan is None:
             rows.append((*begin, "no plan"))
             continue
-        plan, prediction = outcome
-        counts = count_choices(found.study, plan)
+        prediction, counts = study.predict(plan), count_choices(study, plan)
         recomputed = f"{counts['recomputed']} of {counts['layers']}"
         sizes = (_size_or_dash(counts[key]) for key in ("rebuilt_bytes", "offloaded_bytes"))
         again = recomputed if counts["recomputed"] else "-"
@@ -328,23 +307,23 @@ def _costs(prediction: Prediction, ratio: str) -> Sequence[str]:
     )  # fmt: skip
 
 
-def _plan(found: Findings) -> Iterator[RenderableType]:
-    if found.chosen is None:
-        smallest = format_size(found.study.smallest_bytes)
-        yield f"No plan fits into {format_size(found.budget_bytes)}."
+def _plan(study: Study) -> Iterator[RenderableType]:
+    plan = study.chosen
+    if plan is None:
+        smallest = format_size(study.smallest_bytes)
+        yield f"No plan fits into {format_size(study.budget_bytes)}."
         yield f"The smallest budget that a plan was found for is {smallest}."
-        if not found.study.weights:
+        if not study.weights:
             yield "With --weights, weights and the optimizer's state may rest on the host, too."
         yield "Smaller layers may need less: name parts of blocks, as --plan-layers 'blocks.*.*'."
         return
-    plan, prediction = found.chosen
     gap = f", at most {plan.gap:.1%} above the optimum" if (plan.gap or 0) >= 5e-4 else ""
-    step = format_seconds(prediction.step_s)
-    yield f"The plan within {format_size(found.budget_bytes)}: step {step}{gap}"
-    pairs = list(zip(found.study.profile.layers, plan.layers, strict=True))
+    step = format_seconds(study.predict(plan).step_s)
+    yield f"The plan within {format_size(study.budget_bytes)}: step {step}{gap}"
+    pairs = list(zip(study.profile.layers, plan.layers, strict=True))
     heads = ("layers", "module", "how", "stays", "rebuilt", "leaves")
     yield columns(heads, _runs(pairs), left=3, widths=(9, _NAME_WIDTH, 17, 9, 9, 9))
-    yield indented(_describe_copies(found, pairs))
+    yield indented(_describe_copies(study, plan))
 
 
 Pair = tuple[LayerProfile, LayerPlan]
@@ -365,21 +344,20 @@ def _runs(pairs: Sequence[Pair]) -> Iterator[Sequence[str]]:
         first = last + 1
 
 
-def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
+def _describe_copies(study: Study, plan: Plan) -> str:
     """Say what rests where, and whether compute waits for it."""
-    assert found.chosen is not None
-    plan, prediction = found.chosen
+    hardware, profile, prediction = study.hardware, study.profile, study.predict(plan)
     if not prediction.host_peak_bytes:
         fits = "Everything fits as it is: there" if plan.changes_nothing else "There"
         return f"{fits} is nothing to move."
-    where = "in files" if found.study.hardware.computes_on_host else "on the host"
+    where = "in files" if hardware.computes_on_host else "on the host"
     rest = f"{format_size(prediction.host_peak_bytes)} rest {where}"
     if plan.has_weights_on_host:
-        owners = found.study.profile.weight_owners()
+        owners = profile.weight_owners()
+        pairs = zip(profile.layers, plan.layers, strict=True)
         resting = [each for each, chosen in pairs if chosen.weights_on_host]
         names = {layer.name for layer in resting} & owners.keys()
         parameter_bytes = sum(layer.parameter_bytes for layer in resting)
-        hardware, profile = found.study.hardware, found.study.profile
         shadows = StepAhead(hardware.host_memory_bytes, hardware.host_memory_bytes)
         ahead = StepTiming(dataclasses.replace(profile, ahead=shadows), hardware).predict(plan)
         rest += (
@@ -401,15 +379,14 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _NAME_WIDTH else f"...{name[3 - _NAME_WIDTH :]}"
 
 
-def _rules(found: Findings) -> Iterator[RenderableType]:
-    study, budget_bytes = found.study, found.budget_bytes
-    outcomes = {name: study.rule(name, budget_bytes) for name in RULES}
-    if found.chosen is not None:
-        outcomes["the plan"] = found.chosen
-    budget = study.budget(budget_bytes)
+def _rules(study: Study) -> Iterator[RenderableType]:
+    predicted = {name: study.predict(study.rule(name, study.budget_bytes)) for name in RULES}
+    chosen = None if study.chosen is None else study.predict(study.chosen)
+    if chosen is not None:
+        predicted["the plan"] = chosen
+    budget = study.budget(study.budget_bytes)
     rows = []
-    for name, (_, prediction) in outcomes.items():
-        chosen = found.chosen and found.chosen.prediction
+    for name, prediction in predicted.items():
         ratio = f"{prediction.step_s / chosen.step_s:.2f}" if chosen else "-"
         fits = "no" if budget.excess_bytes(prediction) else "yes"
         rows.append((name, *_costs(prediction, ratio), fits))
@@ -451,7 +428,7 @@ def run_plan(
     weights: bool = False,
     save: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Findings:
+) -> Study:
     """Study a training step, and write the plan if that was asked for.
 
     Args:
@@ -476,21 +453,23 @@ def run_plan(
     budget_bytes = read_budget_bytes(budget, hardware)
     states = parse_number("--optimizer-states", optimizer_states)
     say("reading the model")
-    study = Study(read_model(model, **options), hardware, layers, states, weights=weights)
-    found = Findings(study, budget_bytes, find_rows(study, budget_bytes, say))
-    if found.chosen is not None and save is not None:
+    study = Study(
+        read_model(model, **options), hardware, layers, states, weights=weights,
+        budget_bytes=budget_bytes, say=say,
+    )  # fmt: skip
+    if study.chosen is not None and save is not None:
         PlannedStep(
-            plan=found.chosen.plan,
+            plan=study.chosen,
             profile=study.profile,
             hardware=hardware,
             budget_bytes=budget_bytes,
         ).save(save)
-    return found
+    return study
 
 
-def as_document(found: Findings) -> str:
-    """Return all findings as JSON."""
-    study, hardware = found.study, found.study.hardware
+def as_document(study: Study) -> str:
+    """Return all that a study has found as JSON."""
+    hardware, chosen = study.hardware, study.chosen
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -499,32 +478,30 @@ def as_document(found: Findings) -> str:
         "size": study.task.sizes,
         "hardware": hardware.name,
         "sources": {name: [each.kind.value, each.text] for name, each in hardware.sources.items()},
-        "budget_bytes": found.budget_bytes,
+        "budget_bytes": study.budget_bytes,
         "smallest_budget_bytes": study.smallest_bytes,
         "layers": [layer.name for layer in study.profile.layers],
         "modules": study.names,
         "budgets": [
-            {"budget_bytes": row_bytes, **_outcome_entry(study, outcome)}
-            for row_bytes, outcome in found.rows.items()
+            {"budget_bytes": row_bytes, **_entry(study, plan)}
+            for row_bytes, plan in study.rows.items()
         ],
-        "rules": {
-            name: _outcome_entry(study, study.rule(name, found.budget_bytes)) for name in RULES
-        },
-        "plan": None if found.chosen is None else json.loads(found.chosen.plan.to_json()),
-        "prediction": None if found.chosen is None else found.chosen.prediction._asdict(),
+        "rules": {name: _entry(study, study.rule(name, study.budget_bytes)) for name in RULES},
+        "plan": None if chosen is None else json.loads(chosen.to_json()),
+        "prediction": None if chosen is None else study.predict(chosen)._asdict(),
     }
     return json.dumps(content, indent=1, allow_nan=False)
 
 
-def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
-    if outcome is None:
+def _entry(study: Study, plan: Plan | None) -> dict[str, Any]:
+    if plan is None:
         return {"fits": False}
-    figures = outcome.prediction._asdict()
+    figures = study.predict(plan)._asdict()
     del figures["peak_by_position"]
     return {
         "fits": True,
         **figures,
-        **count_choices(study, outcome.plan),
-        "gap": outcome.plan.gap,
-        "weights_on_host": outcome.plan.has_weights_on_host,
+        **count_choices(study, plan),
+        "gap": plan.gap,
+        "weights_on_host": plan.has_weights_on_host,
     }
