@@ -83,7 +83,7 @@ def _cases() -> dict[str, tuple[StepProfile, Hardware]]:
         for name, profile in chains.items()
         for gb_per_s in _LINKS_GB_PER_S
     }
-    h100 = Hardware.named("h100", achievable=True)
+    h100 = Hardware.named("h100")
     for name, (family, options) in _MODELS.items():
         profile = Study(read_model(family, **options), h100).profile
         for gb_per_s in _LINKS_GB_PER_S:

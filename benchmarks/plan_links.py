@@ -26,10 +26,8 @@ from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning import (
     Hardware,
-    Kind,
     Plan,
     PlanBudget,
-    Source,
     StepProfile,
     StepTiming,
     offload_first,
@@ -63,7 +61,7 @@ def main() -> None:
 
 def _compare(name: str) -> Iterator[dict[str, Any]]:
     family, options = _MODELS[name]
-    base = Hardware.named("h100", achievable=True)
+    base = Hardware.named("h100")
     study = Study(read_model(family, **options), base)
     profile = study.profile
     for gb_per_s in _LINKS_GB_PER_S:
@@ -112,7 +110,7 @@ def _with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
         "d2h_bytes_per_s": bytes_per_s,
         "duplex_bytes_per_s": 1.5 * bytes_per_s,
     }
-    made_up = dict.fromkeys(figures, Source(Kind.ASSUMED, "made up"))
+    made_up = dict.fromkeys(figures, "assumed: made up")
     sources = {**hardware.sources, **made_up}
     return dataclasses.replace(hardware, sources=sources, **figures)
 

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory-gb", type=float, default=80.0)
     arguments = parser.parse_args()
-    hardware = Hardware.named("h100", achievable=True)
+    hardware = Hardware.named("h100")
     device_bytes = round(arguments.memory_gb * 1e9)
     sizes, speeds = [], []
     for case in (Case(*each, hardware) for each in _CASES):

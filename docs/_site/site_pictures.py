@@ -259,7 +259,7 @@ def tiers(path: Path) -> None:
     axes.set_xlim(1, 30_000)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
-    axes.set_xlabel("GB/s, on paper; each division is ten times the one before")
+    axes.set_xlabel("GB/s, as programs get it; each division is ten times the one before")
     axes.set_title("Each tier down is much slower than the one above", loc="left")
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)

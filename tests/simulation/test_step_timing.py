@@ -12,12 +12,10 @@ from ebbtide import ActivationPolicy
 from ebbtide.planning import (
     Decision,
     Hardware,
-    Kind,
     LayerPlan,
     LayerProfile,
     Plan,
     SavedStorage,
-    Source,
     StepProfile,
     StepTiming,
     StorageUses,
@@ -88,7 +86,7 @@ def make_hardware(bytes_per_s: float) -> Hardware:
         "host_memory_bytes": 10**12,
         "pinned_limit_bytes": 10**12,
     }
-    sources = dict.fromkeys(figures, Source(Kind.ASSUMED, "simulated"))
+    sources = dict.fromkeys(figures, "assumed: simulated")
     return Hardware(name="simulated", sources=sources, **figures)
 
 

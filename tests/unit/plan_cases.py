@@ -15,13 +15,11 @@ from torch import nn
 from ebbtide.planning import (
     Decision,
     Hardware,
-    Kind,
     LayerMode,
     LayerPlan,
     LayerProfile,
     Plan,
     SavedStorage,
-    Source,
     StepProfile,
     StepTiming,
     StorageId,
@@ -57,7 +55,7 @@ def make_link(
     }
     if copy_cost_s_per_mb is not None:
         figures["copy_cost_s_per_byte"] = copy_cost_s_per_mb / MB
-    sources = dict.fromkeys(figures, Source(Kind.ASSUMED, "made up"))
+    sources = dict.fromkeys(figures, "assumed: made up")
     return Hardware(name="made up", computes_on_host=computes_on_host, sources=sources, **figures)
 
 

@@ -18,7 +18,7 @@ from commands import call
 from ebbtide.planning import Decision, Hardware, Plan, PlannedStep
 from ebbtide.tools.plan_tables import RULES
 
-H100 = Hardware.named("h100", achievable=True)
+H100 = Hardware.named("h100")
 GIB = 2**30
 
 

@@ -19,7 +19,7 @@ from ebbtide.tools.models import (
 )
 from ebbtide.tools.plan_tables import Study
 
-H100 = Hardware.named("h100", achievable=True)
+H100 = Hardware.named("h100")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

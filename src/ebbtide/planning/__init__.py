@@ -2,7 +2,7 @@
 
 from ebbtide.planning.contest import keep_all, offload_first, rule_plans
 from ebbtide.planning.follow import place
-from ebbtide.planning.hardware import Hardware, Kind, Source
+from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import (
@@ -20,7 +20,6 @@ __all__ = [
     "CautiousTiming",
     "Decision",
     "Hardware",
-    "Kind",
     "LayerMode",
     "LayerPlan",
     "LayerProfile",
@@ -29,7 +28,6 @@ __all__ = [
     "PlannedStep",
     "Prediction",
     "SavedStorage",
-    "Source",
     "StepAhead",
     "StepProfile",
     "StepTiming",

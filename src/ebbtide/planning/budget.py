@@ -669,4 +669,4 @@ def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def assumed_hardware(device: torch.device) -> Hardware:
     """Return the bandwidths that are assumed of a device until copies have been measured."""
-    return Hardware.named("cpu" if device.type == "cpu" else "a100-80gb", achievable=True)
+    return Hardware.named("cpu" if device.type == "cpu" else "a100-80gb")

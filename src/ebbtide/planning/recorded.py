@@ -23,7 +23,7 @@ from ebbtide.devices.device import Layer
 from ebbtide.errors import PolicyError
 from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.observe.trace import Trace
-from ebbtide.planning.hardware import Hardware, Kind, Source
+from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.prediction import StepTiming, StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
@@ -366,10 +366,7 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
         return hardware
     figures = {name: getattr(hardware, name) for name in rates} | known
     figures["duplex_bytes_per_s"] = sum(figures.values())
-    text = "the copies of a training step"
-    sources = {**hardware.sources, **dict.fromkeys(figures, Source(Kind.MEASURED, text))}
-    changes: dict[str, Any] = dict(figures)
-    return dataclasses.replace(hardware, sources=sources, **changes)
+    return hardware.with_measured(figures, "the copies of a training step")
 
 
 def _measured(trace: Trace) -> tuple[dict[str, dict[int, float]], float]:

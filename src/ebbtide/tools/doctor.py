@@ -28,7 +28,7 @@ from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import EbbtideError, PolicyError
-from ebbtide.planning.hardware import Hardware, Kind, Source
+from ebbtide.planning.hardware import Hardware
 from ebbtide.stores import measured_memory as freed_memory
 from ebbtide.stores.build import build_store
 from ebbtide.stores.disk_file import OpenFile, default_directory
@@ -396,10 +396,10 @@ class Examination:
         }
         measured |= {f"matmul_{name}_flops": rate for name, rate in self.matmul.items()}
         values = {key: value for key, value in measured.items() if value is not None}
-        text = f"ebbtide doctor on {time.strftime('%Y-%m-%d')}, torch {facts.torch_version}"
         name = facts.accelerator or f"{facts.cpu}, {facts.cores} cores"
-        sources = dict.fromkeys(values, Source(Kind.MEASURED, text))
-        return Hardware(name=name, computes_on_host=self.on_cpu, sources=sources, **values)
+        how = f"ebbtide doctor on {time.strftime('%Y-%m-%d')}, torch {facts.torch_version}"
+        hardware = Hardware(name=name, computes_on_host=self.on_cpu, **values)
+        return hardware.with_measured(values, how)
 
 
 def examine(

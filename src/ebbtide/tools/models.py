@@ -480,7 +480,7 @@ def read_hardware(text: str) -> Hardware:
             raise PolicyError(
                 f"--hardware {text}: {error}; `ebbtide doctor --json > {text}` writes such a file"
             ) from None
-    return Hardware.named(text, achievable=True)
+    return Hardware.named(text)
 
 
 def read_budget_bytes(text: str, hardware: Hardware) -> int:

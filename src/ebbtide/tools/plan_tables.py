@@ -16,7 +16,7 @@ from rich.console import RenderableType
 
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.contest import inflight_choices, rule_plans
-from ebbtide.planning.hardware import Hardware, Kind
+from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, StepTiming
@@ -397,8 +397,7 @@ def _rules(study: Study) -> Iterator[RenderableType]:
 
 def origin(hardware: Hardware) -> str:
     """Return what the figures of a machine's steps are worth, in sentences."""
-    measured = any(source.kind is Kind.MEASURED for source in hardware.sources.values())
-    if measured:
+    if hardware.is_measured:
         return (
             f"Every figure here is predicted from what `ebbtide doctor` measured on "
             f"{hardware.name}. No step has been measured."
@@ -477,7 +476,7 @@ def as_document(study: Study) -> str:
         "model": study.task.title,
         "size": study.task.sizes,
         "hardware": hardware.name,
-        "sources": {name: [each.kind.value, each.text] for name, each in hardware.sources.items()},
+        "sources": dict(hardware.sources),
         "budget_bytes": study.budget_bytes,
         "smallest_budget_bytes": study.smallest_bytes,
         "layers": [layer.name for layer in study.profile.layers],
