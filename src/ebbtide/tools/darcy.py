@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import os
 import sys
@@ -25,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -42,9 +41,7 @@ if TYPE_CHECKING:
     from neuralop.data.transforms.data_processors import DefaultDataProcessor
 
 __all__ = [
-    "DarcySamples",
     "DarcySpec",
-    "Split",
     "apply_elliptic",
     "gaussian_field",
     "generate_darcy",
@@ -229,13 +226,6 @@ LOW, HIGH = 3.0, 12.0  # the coefficient where the Gaussian field is negative, a
 THREADED_RESOLUTION = 96
 
 
-class Split(enum.Enum):
-    """A stream of samples. Streams share no random numbers; the value is the stream's index."""
-
-    TRAIN = 0
-    TEST = 1
-
-
 @dataclasses.dataclass(frozen=True)
 class DarcySpec:
     """Everything that determines the numbers of sample ``i``.
@@ -244,7 +234,8 @@ class DarcySpec:
 
     Args:
         resolution: Nodes along each side, boundary included; at least 4.
-        split: ``Split.TRAIN`` or ``Split.TEST``.
+        is_test: Whether these are test samples, which share no random numbers with those to train
+            on.
         seed: Random seed, 0 or more.
 
     Raises:
@@ -252,7 +243,7 @@ class DarcySpec:
     """
 
     resolution: int
-    split: Split = Split.TRAIN
+    is_test: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -261,22 +252,19 @@ class DarcySpec:
 
     def file_name(self) -> str:
         """Return the name of the file of these samples in a cache."""
-        split = self.split.name.lower()
-        return f"darcy-{self.resolution}-{split}-seed{self.seed}-v{FORMAT_VERSION}.npz"
+        return f"darcy-{self.resolution}-{self.split}-seed{self.seed}-v{FORMAT_VERSION}.npz"
+
+    @property
+    def split(self) -> str:
+        """The name of the stream of samples."""
+        return "test" if self.is_test else "train"
 
 
-class DarcySamples(NamedTuple):
-    """Coefficients ``a`` and the corresponding solutions ``u``.
-
-    Shape:
-        a: (n, resolution, resolution), float32. u: the same.
-    """
-
-    a: torch.Tensor
-    u: torch.Tensor
+Samples = tuple[torch.Tensor, torch.Tensor]
+"""Coefficients and the corresponding solutions, (n, resolution, resolution), float32 each."""
 
 
-def generate_darcy(spec: DarcySpec, n_samples: int, *, first: int = 0) -> DarcySamples:
+def generate_darcy(spec: DarcySpec, n_samples: int, *, first: int = 0) -> Samples:
     """Draw coefficients and solve for the pressure, without touching the cache.
 
     Sample ``i`` depends on the spec and on ``i`` alone. With the same NumPy and SciPy on the same
@@ -289,18 +277,20 @@ def generate_darcy(spec: DarcySpec, n_samples: int, *, first: int = 0) -> DarcyS
         first: Index of the first sample.
 
     Returns:
-        Samples ``first`` to ``first + n_samples - 1``.
+        Coefficients and solutions of samples ``first`` to ``first + n_samples - 1``.
 
     Raises:
         ValueError: A count is out of range.
 
+    Shape:
+        return: (n_samples, resolution, resolution), float32, twice.
     """
     check_integer("n_samples", n_samples, least=1)
     check_integer("first", first, least=0)
     workers = torch.get_num_threads() if spec.resolution >= THREADED_RESOLUTION else 1
     shape = (n_samples, spec.resolution, spec.resolution)
-    samples = DarcySamples(torch.empty(shape), torch.empty(shape))
-    label = f"Darcy flow {spec.resolution}x{spec.resolution}, {spec.split.name.lower()}"
+    coefficients, solutions = torch.empty(shape), torch.empty(shape)
+    label = f"Darcy flow {spec.resolution}x{spec.resolution}, {spec.split}"
     pairs = track(
         _solve_all(spec, range(first, first + n_samples), workers),
         label,
@@ -309,9 +299,9 @@ def generate_darcy(spec: DarcySpec, n_samples: int, *, first: int = 0) -> DarcyS
         disable=not sys.stderr.isatty(),
     )
     for i, (a, u) in enumerate(pairs):
-        samples.a[i] = torch.from_numpy(a)
-        samples.u[i] = torch.from_numpy(u)
-    return samples
+        coefficients[i] = torch.from_numpy(a)
+        solutions[i] = torch.from_numpy(u)
+    return coefficients, solutions
 
 
 def load_darcy(
@@ -319,7 +309,7 @@ def load_darcy(
     n_samples: int,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> DarcySamples:
+) -> Samples:
     """Return the first ``n_samples`` samples, reading from the cache those that it has.
 
     One file holds all samples of a spec. If more are asked for than it has, only the missing ones
@@ -331,20 +321,23 @@ def load_darcy(
         cache_dir: Directory of the cache. None means ``$EBBTIDE_CACHE``, else ``ebbtide`` in the
             user's cache directory.
 
+    Returns:
+        Coefficients and solutions, as `generate_darcy` does.
+
     Raises:
         ValueError: A count is out of range.
         OSError: Samples have to be computed and the cache directory cannot be written to.
     """
     check_integer("n_samples", n_samples, least=1)
     path = cache_directory(cache_dir) / spec.file_name()
-    samples = _read_cached(path, spec)
-    n_cached = len(samples.a)
+    a, u = _read_cached(path, spec)
+    n_cached = len(a)
     if n_cached < n_samples:
         with _replacing(path) as file:
-            missing = generate_darcy(spec, n_samples - n_cached, first=n_cached)
-            samples = DarcySamples(*map(torch.cat, zip(samples, missing, strict=True)))
-            np.savez(file, a=samples.a.numpy(), u=samples.u.numpy())
-    return DarcySamples(samples.a[:n_samples], samples.u[:n_samples])
+            more_a, more_u = generate_darcy(spec, n_samples - n_cached, first=n_cached)
+            a, u = torch.cat([a, more_a]), torch.cat([u, more_u])
+            np.savez(file, a=a.numpy(), u=u.numpy())
+    return a[:n_samples], u[:n_samples]
 
 
 def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
@@ -354,13 +347,13 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
     return Path(named or user_cache).expanduser()
 
 
-def _read_cached(path: Path, spec: DarcySpec) -> DarcySamples:
+def _read_cached(path: Path, spec: DarcySpec) -> Samples:
     """Read a cache file; return zero samples if there is none, or none that can be used."""
     # NumPy and zipfile raise many errors for damaged bytes, whose zip members carry checksums.
     with contextlib.suppress(Exception), np.load(path, allow_pickle=False) as stored:
-        return DarcySamples(*(torch.from_numpy(stored[name]) for name in "au"))
+        return torch.from_numpy(stored["a"]), torch.from_numpy(stored["u"])
     empty = torch.empty(0, spec.resolution, spec.resolution)
-    return DarcySamples(empty, empty)
+    return empty, empty
 
 
 @contextlib.contextmanager
@@ -390,7 +383,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sample(spec: DarcySpec, index: int) -> tuple[Array32, Array32]:
-    stream = np.random.SeedSequence(spec.seed, spawn_key=(spec.split.value, index))
+    stream = np.random.SeedSequence(spec.seed, spawn_key=(int(spec.is_test), index))
     rng = np.random.Generator(np.random.PCG64(stream))
     a = np.where(gaussian_field(spec.resolution, rng) >= 0, HIGH, LOW)
     return a.astype(np.float32), solve_elliptic(a).astype(np.float32)
@@ -476,8 +469,8 @@ def load_darcy_flow_small(
     except ImportError as error:
         raise ImportError(INSTALL_NEURALOP) from error
 
-    def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
-        spec = DarcySpec(resolution, split=split, seed=seed)
+    def dataset(resolution: int, n_samples: int, *, is_test: bool) -> TensorDataset:
+        spec = DarcySpec(resolution, is_test=is_test, seed=seed)
         samples = load_darcy(spec, n_samples, cache_dir=cache_dir)
         return TensorDataset(*(field.unsqueeze(1) for field in samples))
 
@@ -490,10 +483,10 @@ def load_darcy_flow_small(
         fitted.fit(data)
         return fitted
 
-    train = dataset(Split.TRAIN, train_resolution, n_train)
+    train = dataset(train_resolution, n_train, is_test=False)
     tests = zip(test_resolutions, n_tests, test_batch_sizes, strict=True)
     test_loaders = {
-        resolution: loader(dataset(Split.TEST, resolution, n_test), size)
+        resolution: loader(dataset(resolution, n_test, is_test=True), size)
         for resolution, n_test, size in tests
     }
     processor = DefaultDataProcessor(
