@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ebbtide.tools.doctor import QUICK, Examination
+from ebbtide.tools.doctor import Examination
 from ebbtide.tools.machine import MachineFacts
 
 MIB, GIB = 2**20, 2**30
-
-SHORT = QUICK._replace(each_s=0.03, room_bytes=64 * MIB)
-"""Measures for a moment, with little memory."""
 
 HEALTHY = MachineFacts(
     cpu="Test CPU",

@@ -15,7 +15,7 @@ import torch
 
 import ebbtide
 from commands import call
-from doctor_cases import GPU, HEALTHY, SHORT
+from doctor_cases import GPU, HEALTHY
 from ebbtide.devices import CpuDevice
 from ebbtide.planning import Hardware
 from page_locks import PageLocks
@@ -28,7 +28,8 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/doctor.md"
 @pytest.fixture(autouse=True)
 def _shortly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure for a moment, with little memory."""
-    monkeypatch.setattr("ebbtide.tools.doctor.QUICK", SHORT)
+    monkeypatch.setattr("ebbtide.tools.doctor.QUICK_S", 0.03)
+    monkeypatch.setattr("ebbtide.tools.doctor.ROOM_BYTES", 64 * MIB)
 
 
 def test_the_hardware_of_this_machine(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from rich.console import RenderableType
@@ -64,22 +64,10 @@ _CHUNK_BYTES: Final = 8 * _MIB  # of a file
 _RAM_SHARE, _DISK_SHARE = 8, 50  # of what is free, at most this part is used
 
 
-class Effort(NamedTuple):
-    """How long measurements may take, in seconds, and what they may use at most.
-
-    Attributes:
-        dtypes: the types of the matrix products.
-        each_s: for each kind of computation, each direction of the link, and the disk.
-        room_bytes: memory of the host, and the file; a device has four times as much.
-    """
-
-    dtypes: tuple[str, ...]
-    each_s: float
-    room_bytes: int
-
-
-FULL: Final = Effort(tuple(_DTYPES), 1.0, 256 * _MIB)
-QUICK: Final = Effort(("fp32", "bf16"), 0.2, 128 * _MIB)
+# How long each kind of computation, each direction of the link, and the disk are measured.
+FULL_S: Final = 1.0
+QUICK_S: Final = 0.2
+ROOM_BYTES: Final = 256 * _MIB  # memory of the host, and the file; a device has four times as much
 
 
 def repeat(work: Callable[[], float | None], budget_s: float, *, most: int = 200) -> list[float]:
@@ -405,7 +393,7 @@ class Examination:
 def examine(
     torch_device: torch.device,
     directory: Path | None = None,
-    effort: Effort = FULL,
+    each_s: float = FULL_S,
     say: Callable[[str], None] = lambda _: None,
 ) -> Examination:
     """Examine this machine.
@@ -414,7 +402,7 @@ def examine(
         torch_device: what the model would compute on.
         directory: where files of offloaded bytes would go; None: the system's directory for
             temporary files.
-        effort: how long it may take.
+        each_s: about how long each measurement may take.
         say: told what is measured next.
     """
     if directory is None:
@@ -426,7 +414,7 @@ def examine(
     device: AbstractDevice = CpuDevice() if is_cpu else AcceleratorDevice(torch_device)
     on_cpu = device.computes_on_host
     found = Examination(read_machine(torch_device, directory))
-    host_bytes, device_bytes, disk_bytes = _room(found.facts, effort)
+    host_bytes, device_bytes, disk_bytes = _room(found.facts)
 
     def measure(name: str, work: Callable[..., T], *arguments: Any) -> T | None:
         """Measure; if that fails, note why. A doctor does not stop at the first illness."""
@@ -439,9 +427,9 @@ def examine(
             found.problems[name] = kind + text
             return None
 
-    limits = effort.each_s, device_bytes
-    for name in effort.dtypes:
-        rate = measure(f"matmul {name}", measure_matmul, device, _DTYPES[name], *limits)
+    limits = each_s, device_bytes
+    for name, dtype in _DTYPES.items():
+        rate = measure(f"matmul {name}", measure_matmul, device, dtype, *limits)
         found.matmul |= {} if rate is None else {name: rate}
     found.copy = measure("copy", measure_copy, device, *limits)
     found.fft = measure("fft", measure_fft, device, *limits)
@@ -457,18 +445,18 @@ def examine(
             # A power of two, because torch would round other sizes up to the next.
             pinned_bytes = 1 << host_bytes.bit_length() - 1
             found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
-        found.links = measure("links", measure_links, device, build, effort.each_s, room_bytes)
-    found.disk = measure("disk", measure_disk, directory, effort.each_s, disk_bytes)
+        found.links = measure("links", measure_links, device, build, each_s, room_bytes)
+    found.disk = measure("disk", measure_disk, directory, each_s, disk_bytes)
     return found
 
 
-def _room(facts: MachineFacts, effort: Effort) -> tuple[int, int, int]:
+def _room(facts: MachineFacts) -> tuple[int, int, int]:
     """Return how much memory of the host and of the device, and how much disk, may be used."""
-    host_bytes = device_bytes = min(effort.room_bytes, facts.free_ram_bytes // _RAM_SHARE)
+    host_bytes = device_bytes = min(ROOM_BYTES, facts.free_ram_bytes // _RAM_SHARE)
     if facts.accelerator is not None:
         # A device's matrices must be large for it to show what it can do.
-        device_bytes = min(4 * effort.room_bytes, facts.accelerator_free_bytes // _RAM_SHARE)
-    disk_bytes = min(effort.room_bytes, (facts.store_free_bytes or 0) // _DISK_SHARE)
+        device_bytes = min(4 * ROOM_BYTES, facts.accelerator_free_bytes // _RAM_SHARE)
+    disk_bytes = min(ROOM_BYTES, (facts.store_free_bytes or 0) // _DISK_SHARE)
     return max(_MIB, host_bytes), max(_MIB, device_bytes), max(_MIB, disk_bytes)
 
 

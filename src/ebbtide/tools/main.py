@@ -154,20 +154,21 @@ def doctor(
     to change, and how much can be offloaded here at what cost. Trains nothing, changes nothing.
 
     Args:
-        quick: Measure for about 2 seconds instead of 12.
+        quick: Measure for about 3 seconds instead of 12.
         json: Print the figures as JSON, for `ebbtide plan --hardware`.
         device (DEVICE): What to examine: auto, cpu, cuda, cuda:1, xpu ...
         store (STORE): Where files of activations would go: auto or disk:/some/dir.
     """
     from ebbtide.planning.hardware import document
-    from ebbtide.tools.doctor import FULL, QUICK, advise, build_report, examine
+    from ebbtide.tools.doctor import FULL_S, QUICK_S, advise, build_report, examine
     from ebbtide.tools.machine import find_directory, parse_device
 
     torch_device = parse_device(device)
     if device == "auto" and torch_device.type == "mps":
         torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
     with status() as say:
-        found = examine(torch_device, find_directory(store), QUICK if quick else FULL, say)
+        each_s = QUICK_S if quick else FULL_S
+        found = examine(torch_device, find_directory(store), each_s, say)
     advice, hardware = list(advise(found)), found.hardware()
     if json:
         figures = {**asdict(found), "advice": advice}
