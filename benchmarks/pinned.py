@@ -31,7 +31,7 @@ from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
+from ebbtide.stores.store import AbstractStore, RestingSlot, Slot, Target
 from ebbtide.tools.demo import build_model
 from ebbtide.units import format_size
 
@@ -88,7 +88,7 @@ class NotingStore(AbstractStore):
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: Tensor, ready: AbstractEvent
-    ) -> Landing:
+    ) -> tuple[AbstractEvent, AbstractEvent]:
         return self._store.write(slot, offset_bytes, source, ready)
 
     def drop(self, slot: Slot) -> None:

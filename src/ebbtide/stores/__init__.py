@@ -5,7 +5,7 @@ from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
-from ebbtide.stores.store import AbstractStore, Extent, Landing, RestingSlot, Slot, Target
+from ebbtide.stores.store import AbstractStore, Extent, RestingSlot, Slot, Target
 
 __all__ = [
     "AbstractMemory",
@@ -13,7 +13,6 @@ __all__ = [
     "DeviceMemory",
     "DiskStore",
     "Extent",
-    "Landing",
     "PinnedStore",
     "ProcessMemory",
     "RestingSlot",

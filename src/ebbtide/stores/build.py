@@ -23,7 +23,7 @@ from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.host_memory import LeftoverUser, refuse_other_systems
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
-from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
+from ebbtide.stores.store import AbstractStore, RestingSlot, Slot, Target
 from ebbtide.units import format_size
 
 
@@ -132,7 +132,7 @@ class TieredStore(AbstractStore):
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
-    ) -> Landing:
+    ) -> tuple[AbstractEvent, AbstractEvent]:
         return self._of(slot).write(slot, offset_bytes, source, ready)
 
     def drop(self, slot: Slot) -> None:

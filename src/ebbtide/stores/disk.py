@@ -24,7 +24,7 @@ from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
 from ebbtide.stores.host_memory import page_in
 from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
-from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
+from ebbtide.stores.store import AbstractStore, RestingSlot, Slot, Target
 
 
 class AbstractDiskStore(AbstractStore):
@@ -183,7 +183,7 @@ class DiskStore(AbstractDiskStore):
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
-    ) -> Landing:
+    ) -> tuple[AbstractEvent, AbstractEvent]:
         target = slot.tensor.narrow(0, offset_bytes, source.numel())
 
         def copy() -> None:
@@ -191,7 +191,7 @@ class DiskStore(AbstractDiskStore):
             target.copy_(source)
 
         copied = self._writer.submit(copy)
-        return Landing(copied, copied)
+        return copied, copied
 
     def drop(self, slot: Slot) -> None:
         if isinstance(slot, RestingSlot):

@@ -34,7 +34,6 @@ from ebbtide.stores.store import (
     AbstractStore,
     Extent,
     ExtentAllocator,
-    Landing,
     RestingSlot,
     Slot,
     Target,
@@ -256,12 +255,12 @@ class PinnedStore(AbstractStore):
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
-    ) -> Landing:
+    ) -> tuple[AbstractEvent, AbstractEvent]:
         target = slot.tensor.narrow(0, offset_bytes, source.numel())
         # Guard gradient-after-kernels: the copy down of a gradient waits for the kernels that make
         # it. The copy would read memory that queued kernels have not written yet.
         copied = self._device.copy_down(target, source, ready)
-        return Landing(copied, copied)
+        return copied, copied
 
     def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:
         assert isinstance(other, PinnedStore)

@@ -17,7 +17,7 @@ from ebbtide.stores.disk import AbstractDiskStore
 from ebbtide.stores.disk_file import GROWTH_BYTES, OpenFile
 from ebbtide.stores.host_memory import HostMemory, allocate_host_memory
 from ebbtide.stores.mapped_memory import FileSlot
-from ebbtide.stores.store import Landing, RestingSlot, Slot, Target, allocate_target
+from ebbtide.stores.store import RestingSlot, Slot, Target, allocate_target
 
 
 @final
@@ -219,7 +219,7 @@ class StagedDiskStore(AbstractDiskStore):
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
-    ) -> Landing:
+    ) -> tuple[AbstractEvent, AbstractEvent]:
         assert isinstance(slot, FileSlot)
         if self._staging is None:
             self._take_staging()
@@ -234,7 +234,7 @@ class StagedDiskStore(AbstractDiskStore):
             if refusals:
                 raise refusals[0]
 
-        return Landing(copied, self._writer.submit(check))  # behind the writes of all pieces
+        return copied, self._writer.submit(check)  # behind the writes of all pieces
 
     def _stage(
         self,

@@ -165,19 +165,6 @@ ALREADY_REACHED = HostMoment()
 """The `offloaded` event of every resting slot: there is no offload to wait for."""
 
 
-class Landing(NamedTuple):
-    """The two events of a copy from the device into a resting slot.
-
-    Attributes:
-        copied: reached when the source has been read; until then it must stay alive.
-        readable: reached when the host can read the bytes in the slot. Its `synchronize` raises the
-            error if the write failed.
-    """
-
-    copied: AbstractEvent
-    readable: AbstractEvent
-
-
 class Target(NamedTuple):
     """Device memory that a reload writes to, once the kernels that still use it have run.
 
@@ -308,14 +295,19 @@ class AbstractStore(ABC):
     @abstractmethod
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
-    ) -> Landing:
+    ) -> tuple[AbstractEvent, AbstractEvent]:
         """Start to copy ``source`` into a resting slot.
 
         Args:
             slot: the slot to write to.
             offset_bytes: where in the slot the bytes go.
-            source: device memory that must stay alive and unmodified until ``copied``.
+            source: device memory that must stay alive and unmodified until the first event.
             ready: the event after which ``source`` contains its values.
+
+        Returns:
+            The event that is reached when ``source`` has been read, and the one that is reached
+            when the host can read the bytes in the slot, whose `synchronize` raises the error if
+            the write failed.
 
         Shape:
             source: (size_bytes,), uint8.

@@ -22,7 +22,7 @@ from ebbtide.devices.device import AbstractEvent, AbstractStream, in_range
 from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
 from ebbtide.runtime.torch_internals import current_graph_task, hooks_are_enabled
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores.store import Landing, RestingSlot
+from ebbtide.stores.store import RestingSlot
 from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, WeightGroup
 
 # ---- Makes the scaler right for gradients on the host whose scale is on an accelerator
@@ -92,7 +92,7 @@ class GradientRecord(Record):
         source: the gradient's bytes on the device.
         target: the gradient in host memory; the record keeps it alive until the copy has ended.
         block: the slot that contains the target.
-        landing: the events that the copy ends with.
+        copied: the end of the copy.
         home: the compute stream that made the gradient.
     """
 
@@ -104,12 +104,12 @@ class GradientRecord(Record):
         source: torch.Tensor,
         target: torch.Tensor,
         block: RestingSlot,
-        landing: Landing,
+        copied: AbstractEvent,
         home: AbstractStream,
     ) -> None:
         super().__init__(group.layer, 0, source.numel(), OFFLOADING)
         self.source, self.home, self.slot = source, home, block
-        self.offloaded = landing.copied
+        self.offloaded = copied
         self._target: torch.Tensor | None = target
 
     def release_source(self) -> None:
@@ -259,15 +259,17 @@ class Gradients:
         # The copy must wait for the kernels queued so far, because they write the gradient.
         written = home.record()
         write, begin_bytes = self._transfers.store.write, member.offset_bytes
-        landing = in_range("offload", group.layer, write, block, begin_bytes, source, written)
-        record = GradientRecord(group, source, gradient, block, landing, home)
+        copied, readable = in_range(
+            "offload", group.layer, write, block, begin_bytes, source, written
+        )
+        record = GradientRecord(group, source, gradient, block, copied, home)
         self._transfers.account.note_offload(record)
         # Guard gradient-until-copied: a gradient's device memory is kept until its copy to the host
         # is complete. The allocator would hand the memory out again, and it would be overwritten
         # while the copy reads it.
         offloads.enqueue(record)
-        move.readable[current_graph_task()] = landing.readable
-        self._landing.append(landing.readable)
+        move.readable[current_graph_task()] = readable
+        self._landing.append(readable)
         while self._landing[0].query() and len(self._landing) > 1:
             self._landing.popleft()
         return gradient
