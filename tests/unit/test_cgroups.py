@@ -40,8 +40,7 @@ def test_a_container_of_version_2(tmp_path: Path) -> None:
         "cpu.max": "250000 100000",
     }
     root = fabricate(tmp_path, "0::/\n", files)
-    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(8 * GIB, 3 * GIB)
-    assert host_memory.memory_limit(root).free_bytes == 5 * GIB
+    assert host_memory.memory_limit(root) == (8 * GIB, 5 * GIB)
     assert host_memory.cpu_limit(root) == 2.5
 
 
@@ -59,7 +58,7 @@ def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
         "slurm/cpu.max": "1600000 100000",
     }
     root = fabricate(tmp_path, "0::/slurm/job/step\n", files)
-    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(64 * GIB, 62 * GIB)
+    assert host_memory.memory_limit(root) == (64 * GIB, 2 * GIB)
     assert host_memory.cpu_limit(root) == 16
 
 
@@ -73,7 +72,7 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
         "cpu/cpu.cfs_period_us": 100000,
     }
     root = fabricate(tmp_path, "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", files)
-    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(2 * GIB, GIB // 2)
+    assert host_memory.memory_limit(root) == (2 * GIB, 2 * GIB - GIB // 2)
     assert host_memory.cpu_limit(root) is None
     (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("50000\n")
     assert host_memory.cpu_limit(root) == 0.5
@@ -84,7 +83,7 @@ def test_a_group_below_that_of_a_container(tmp_path: Path) -> None:
     files = {"memory.max": 8 * GIB, "memory.current": GIB, "job/memory.max": 2 * GIB}
     files |= {"job/memory.current": GIB}
     root = fabricate(tmp_path, "0::/docker/abc/job\n", files)
-    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(2 * GIB, GIB)
+    assert host_memory.memory_limit(root) == (2 * GIB, GIB)
 
 
 @pytest.mark.parametrize("groups", ["", "0::/\n", "0::/gone\n", "rubbish\n"])
@@ -98,12 +97,12 @@ def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str) -> None:
     ("limit", "free_bytes"),
     [
         (None, 10 * GIB),
-        (host_memory.MemoryLimit(8 * GIB, 4 * GIB), 4 * GIB),
-        (host_memory.MemoryLimit(99 * GIB, 0), 10 * GIB),
+        ((8 * GIB, 4 * GIB), 4 * GIB),
+        ((99 * GIB, 99 * GIB), 10 * GIB),
     ],
 )
 def test_free_ram_ends_at_the_limit(
-    monkeypatch: pytest.MonkeyPatch, limit: host_memory.MemoryLimit | None, free_bytes: int
+    monkeypatch: pytest.MonkeyPatch, limit: tuple[int, int] | None, free_bytes: int
 ) -> None:
     """The host store asks this before it grows: past the limit the kernel kills the program."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))

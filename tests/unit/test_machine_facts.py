@@ -35,8 +35,7 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_container_has_what_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = SimpleNamespace(limit_bytes=GIB, free_bytes=2**20)
-    monkeypatch.setattr("ebbtide.tools.machine.memory_limit", lambda: limit)
+    monkeypatch.setattr("ebbtide.tools.machine.memory_limit", lambda: (GIB, 2**20))
     facts = read_machine(CPU, tmp_path)
     assert facts.total_ram_bytes == GIB
     assert facts.free_ram_bytes == 2**20

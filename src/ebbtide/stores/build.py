@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -20,7 +20,7 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.policy import refuse
 from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.host_memory import LeftoverUser, refuse_other_systems
+from ebbtide.stores.host_memory import refuse_other_systems
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
 from ebbtide.stores.store import AbstractStore, RestingSlot, Slot, Target
@@ -63,7 +63,7 @@ class TieredStore(AbstractStore):
     def leftover_bytes(self) -> int:
         return self._host.leftover_bytes
 
-    def use_leftover(self, user: LeftoverUser) -> None:
+    def use_leftover(self, user: Any) -> None:
         self._host.use_leftover(user)
 
     @property

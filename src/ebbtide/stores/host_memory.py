@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, final
+from typing import Any, Final, final
 
 import psutil
 import torch
@@ -311,35 +311,22 @@ _MEMORY: Final = {  # by version: files with the limits, with the use, and keys 
 }
 
 
-class MemoryLimit(NamedTuple):
-    """The limit on memory that is nearest.
-
-    Attributes:
-        limit_bytes: the most memory that the group may use.
-        used_bytes: what it uses now, without the page cache, which the kernel can drop.
-    """
-
-    limit_bytes: int
-    used_bytes: int
-
-    @property
-    def free_bytes(self) -> int:
-        """What may still be allocated."""
-        return max(0, self.limit_bytes - self.used_bytes)
-
-
-def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
     """Return the limit on the memory of this process that is nearest; None if there is none.
 
     Args:
         root: where ``proc`` and ``sys`` are.
+
+    Returns:
+        The most bytes that the group may use, and how many of them may still be allocated. Its page
+        cache counts as free, because the kernel can drop it.
     """
     found = [
         limit
         for version, directory in _directories("memory", root)
         if (limit := _read_memory(version, directory)) is not None
     ]
-    return min(found, key=lambda limit: limit.free_bytes, default=None)
+    return min(found, key=lambda limit: limit[1], default=None)
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
@@ -360,7 +347,7 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
     return min(found, default=None)
 
 
-def _read_memory(version: int, directory: Path) -> MemoryLimit | None:
+def _read_memory(version: int, directory: Path) -> tuple[int, int] | None:
     limits, usage, cached = _MEMORY[version]
     words = [_read(directory / name).strip() for name in limits]
     sizes = [int(word) for word in words if word.isdigit()]
@@ -372,7 +359,8 @@ def _read_memory(version: int, directory: Path) -> MemoryLimit | None:
     lines = (line.split() for line in _read(directory / "memory.stat").splitlines())
     stat = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
     cached_bytes = sum(stat.get(key, 0) for key in cached)
-    return MemoryLimit(min(sizes), max(0, int(used) - cached_bytes))
+    used_bytes = max(0, int(used) - cached_bytes)
+    return min(sizes), max(0, min(sizes) - used_bytes)
 
 
 def _read(path: Path) -> str:
@@ -475,17 +463,6 @@ def num_host_ranks() -> int:
 _FREE_SHARE = 0.95  # of free RAM; the rest is a margin, because the OOM killer raises no error
 
 
-class LeftoverUser(Protocol):
-    """Uses host memory that nothing else needs."""
-
-    @property
-    def leftover_bytes(self) -> int:
-        """How much it uses now."""
-
-    def give_way(self) -> None:
-        """Free all of it, and use none from now on."""
-
-
 @final
 class HostBudget:
     """Counts the host memory of slabs, weights, gradients and chunks against one limit.
@@ -498,13 +475,13 @@ class HostBudget:
         taken_bytes: the memory that is allocated now.
         reserved_bytes: memory set aside for gradients. They are allocated last, when activations
             could otherwise have used up the budget.
-        leftover_users: use what is left. They free it as soon as it is needed (`make_room`), so it
-            does not count as taken.
+        leftover_users: use what is left; see `AbstractStore.use_leftover`. They free it as soon as
+            it is needed (`make_room`), so it does not count as taken.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.leftover_users: weakref.WeakSet[LeftoverUser] = weakref.WeakSet()
+        self.leftover_users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.taken_bytes = 0
         self.reserved_bytes = 0
         self._num_ranks = 1 if limit_bytes is not None else _num_known_ranks()
@@ -541,7 +518,7 @@ class HostBudget:
     @property
     def leftover_bytes(self) -> int:
         """How much more the users of what is left may use, within the limit and the free RAM."""
-        used_bytes = sum(user.leftover_bytes for user in self.leftover_users)
+        used_bytes: int = sum(user.leftover_bytes for user in self.leftover_users)
         return max(0, min(self.left_bytes - used_bytes, self.spare_ram_bytes()))
 
     def make_room(self, size_bytes: int) -> None:
@@ -615,6 +592,6 @@ def free_ram_bytes() -> int:
     free_bytes = int(psutil.virtual_memory().available)
     limit = memory_limit()
     if limit is not None:
-        free_bytes = min(free_bytes, limit.free_bytes)
+        free_bytes = min(free_bytes, limit[1])
     free_bytes = int(free_bytes * _FREE_SHARE)
     return free_bytes - free_bytes % mmap.PAGESIZE

@@ -306,7 +306,7 @@ class ProcessMemory(AbstractMemory):
     @property
     def total_bytes(self) -> int:
         total_bytes, limit = psutil.virtual_memory().total, memory_limit()
-        return int(total_bytes if limit is None else min(total_bytes, limit.limit_bytes))
+        return int(total_bytes if limit is None else min(total_bytes, limit[0]))
 
 
 def memory_of(device: torch.device) -> AbstractMemory:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -23,7 +23,6 @@ from ebbtide.errors import StoreFullError
 from ebbtide.stores.host_memory import (
     HostBudget,
     HostMemory,
-    LeftoverUser,
     allocate_host_memory,
     block_bytes,
     free_ram_bytes,
@@ -157,7 +156,7 @@ class PinnedStore(AbstractStore):
     def leftover_bytes(self) -> int:
         return self.budget.leftover_bytes
 
-    def use_leftover(self, user: LeftoverUser) -> None:
+    def use_leftover(self, user: Any) -> None:
         self.budget.leftover_users.add(user)
 
     @property

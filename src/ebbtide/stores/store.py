@@ -6,12 +6,12 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, HostMoment
-from ebbtide.stores.host_memory import HostMemory, LeftoverUser, free_ram_bytes
+from ebbtide.stores.host_memory import HostMemory, free_ram_bytes
 
 
 @final
@@ -213,8 +213,13 @@ class AbstractStore(ABC):
         """Host memory that others may use until the store needs it; see `use_leftover`."""
         return free_ram_bytes()
 
-    def use_leftover(self, user: LeftoverUser) -> None:  # noqa: B027
-        """Count what a user has of `leftover_bytes`, and tell it when the store needs that."""
+    def use_leftover(self, user: Any) -> None:  # noqa: B027
+        """Count what a user has of `leftover_bytes`, and tell it when the store needs that.
+
+        Args:
+            user: has an attribute ``leftover_bytes``, how much it uses now, and a method
+                ``give_way()``, which frees all of it, so that it uses none from then on.
+        """
 
     @abstractmethod
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:

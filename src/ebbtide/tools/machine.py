@@ -116,8 +116,7 @@ def read_machine(torch_device: torch.device, directory: Path) -> MachineFacts:
     group, ram = memory_limit(), psutil.virtual_memory()
     total_bytes, free_bytes = int(ram.total), int(ram.available)
     if group is not None:
-        total_bytes = min(total_bytes, group.limit_bytes)
-        free_bytes = min(free_bytes, group.free_bytes)
+        total_bytes, free_bytes = min(total_bytes, group[0]), min(free_bytes, group[1])
     on_device = dict[str, int]()
     name = None
     if torch_device.type != "cpu":
