@@ -472,9 +472,9 @@ class Watch:
         own += [record.source for record in transfers.offloads.queue]
         addresses = {memory.untyped_storage()._cdata for memory in own if memory is not None}
         return sum(
-            allocation.size_bytes
-            for allocation in self.simulation.device._allocations
-            if not allocation.expired() and allocation.storage.cdata not in addresses
+            size_bytes
+            for storage, size_bytes, _ in self.simulation.device._allocations
+            if not storage.expired() and storage.cdata not in addresses
         )
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -316,17 +315,6 @@ class _ComputeStream(AbstractStream):
 
 
 @final
-@dataclass
-class _Allocation:
-    storage: StorageWeakRef
-    size_bytes: int
-    uses: _Clock  # the last use by each compute stream
-
-    def expired(self) -> bool:
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
-
-
-@final
 class SimulatedDevice(AbstractDevice):
     """A device made of ordinary memory, whose copies run in an order that a seed chooses.
 
@@ -377,7 +365,8 @@ class SimulatedDevice(AbstractDevice):
         self._ends: dict[str, _Clock] = {"d2h": {}, "h2d": {}}  # of the last copies queued there
         self._count = 0
         self._unknown: list[_CopyEvent] = []  # copies that the host has not observed to have run
-        self._allocations: list[_Allocation] = []
+        # Storages from `allocate`, with their sizes, and the last use by each compute stream.
+        self._allocations: list[tuple[StorageWeakRef, int, _Clock]] = []
         self._lanes: list[_Lane] = []
         self._deferred: _Lane | None = None
         self._last_down = (0, -1)  # storage and newest kernels of the last device-to-host copy
@@ -401,11 +390,11 @@ class SimulatedDevice(AbstractDevice):
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         self.clock += 1
-        self._allocations = [known for known in self._allocations if not known.expired()]
+        self._allocations = [each for each in self._allocations if not _is_gone(each[0])]
         memory = torch.full((size_bytes,), POISON, dtype=torch.uint8, device="cpu")
         reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
         uses = {self.compute_stream(): self.clock}
-        self._allocations.append(_Allocation(reference, size_bytes, uses))
+        self._allocations.append((reference, size_bytes, uses))
         return memory
 
     def note_use(
@@ -418,9 +407,9 @@ class SimulatedDevice(AbstractDevice):
         if ready is not None and not self.compute_stream().is_behind(ready):
             self.object_to("kernels use memory without waiting for what fills it")
         self.clock += 1
-        allocation = self._allocation_of(memory)
-        if allocation is not None:
-            allocation.uses[self.compute_stream()] = self.clock
+        uses = self._uses_of(memory)
+        if uses is not None:
+            uses[self.compute_stream()] = self.clock
         return super().note_use(memory, home, current)
 
     def object_to(self, message: str) -> None:
@@ -445,7 +434,7 @@ class SimulatedDevice(AbstractDevice):
 
     def allocated_bytes(self) -> int:
         """The memory from `allocate` that is still alive."""
-        return sum(known.size_bytes for known in self._allocations if not known.expired())
+        return sum(size_bytes for known, size_bytes, _ in self._allocations if not _is_gone(known))
 
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
@@ -462,11 +451,9 @@ class SimulatedDevice(AbstractDevice):
     def copy_up(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        allocation = self._allocation_of(target)
-        if allocation is not None:
-            waited = _clock_of(after)
-            if any(waited.get(stream, -1) < number for stream, number in allocation.uses.items()):
-                self.object_to("a copy up does not wait for kernels that may use its target")
+        uses, waited = self._uses_of(target) or {}, _clock_of(after)
+        if any(waited.get(stream, -1) < number for stream, number in uses.items()):
+            self.object_to("a copy up does not wait for kernels that may use its target")
         self._poison(target)
         return self._queue("h2d", target, source, after)
 
@@ -578,12 +565,17 @@ class SimulatedDevice(AbstractDevice):
         self._free_s[lane] = begin_s + duration_s
         return begin_s, begin_s + duration_s
 
-    def _allocation_of(self, tensor: torch.Tensor) -> _Allocation | None:
+    def _uses_of(self, tensor: torch.Tensor) -> _Clock | None:
+        """Return the last uses of what a tensor was allocated from; None for other memory."""
         address = tensor.untyped_storage()._cdata
-        for allocation in reversed(self._allocations):
-            if allocation.storage.cdata == address and not allocation.expired():
-                return allocation
+        for known, _, uses in reversed(self._allocations):
+            if known.cdata == address and not _is_gone(known):
+                return uses
         return None
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def _clock_of(events: Iterable[AbstractEvent]) -> _Clock:
