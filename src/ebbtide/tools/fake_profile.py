@@ -140,20 +140,6 @@ class StorageLedger:
 # ---- Notes which layer's call runs during a forward, and what it gets as input ----
 
 
-class LayerCall(NamedTuple):
-    """One call of a layer.
-
-    Attributes:
-        name: qualified name of the module.
-        inputs: keys of the storages of its input tensors.
-        tensors: the input tensors with their versions, while the call runs.
-    """
-
-    name: str
-    inputs: tuple[int, ...]
-    tensors: list[tuple[Tensor, int]]
-
-
 @final
 class LayerCalls:
     """Numbers the calls of layers in a forward and tells which of them a backward node belongs to.
@@ -166,16 +152,17 @@ class LayerCalls:
         ledger: is told which part of the step runs.
 
     Attributes:
-        calls: the calls so far.
+        calls: the calls so far: the name of the module, and the keys of its inputs' storages.
         changing: indices of the calls that changed an input in place. A second forward would find
             other values.
     """
 
     def __init__(self, ledger: StorageLedger) -> None:
-        self.calls: list[LayerCall] = []
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.changing: set[int] = set()
         self._ledger = ledger
-        self._open: list[int] = []
+        # The calls that run, by their indices, with their input tensors and the versions of these.
+        self._open: list[tuple[int, list[tuple[Tensor, int]]]] = []
         self._begins = [0]  # the first node of each part of the forward
         self._parts = [START]
         self._end_number = 0
@@ -198,23 +185,20 @@ class LayerCalls:
             return  # a checkpoint computes the layer again
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         keys = dict.fromkeys(self._ledger.key_of(tensor) for tensor in tensors)
-        self._open.append(len(self.calls))
-        versions = [(tensor, tensor._version) for tensor in tensors]
-        self.calls.append(LayerCall(name, tuple(keys), versions))
+        self._open.append((len(self.calls), [(tensor, tensor._version) for tensor in tensors]))
+        self.calls.append((name, tuple(keys)))
         self._enter()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         if self._open and not in_backward():
-            index = self._open.pop()
-            tensors = self.calls[index].tensors
-            if any(tensor._version != version for tensor, version in tensors):
+            index, inputs = self._open.pop()
+            if any(tensor._version != version for tensor, version in inputs):
                 self.changing.add(index)
-            tensors.clear()
             self._enter()
 
     def _enter(self) -> None:
         inside = bool(self._open)
-        self._begin_part(self._open[-1] if inside else len(self.calls) - 1, inside=inside)
+        self._begin_part(self._open[-1][0] if inside else len(self.calls) - 1, inside=inside)
 
     def _begin_part(self, layer: int, *, inside: bool) -> None:
         part = Part(backward=False, layer=layer, inside=inside)
@@ -225,7 +209,7 @@ class LayerCalls:
     @property
     def open(self) -> Sequence[int]:
         """Indices of the calls that run now in the forward, the outermost first."""
-        return self._open
+        return [index for index, _ in self._open]
 
     def end_forward(self) -> None:
         """Note that the model's forward has ended, and the loss begins."""
@@ -586,13 +570,13 @@ class SavedStorages:
     def calls(self) -> Iterator[RecordedCall]:
         """Yield what is on record of the layers' calls."""
         known, step = self._numbers, self._step
-        for index, call in enumerate(step.calls.calls):
+        for index, (name, inputs) in enumerate(step.calls.calls):
             # What is there before the step and not saved, such as the batch, is fixed.
-            keys = [key for key in call.inputs if key in known or key not in step.inputs]
+            keys = [key for key in inputs if key in known or key not in step.inputs]
             source = self._name_of(keys[0]) if len(keys) == 1 and keys[0] in known else None
             input_bytes = sum(self._ledger.sizes[key] for key in keys)
             changes = index in step.calls.changing
-            yield RecordedCall(call.name, input_bytes, None if changes else source)
+            yield RecordedCall(name, input_bytes, None if changes else source)
 
     def fixed_bytes(self) -> int:
         """Return the size of what is there before the step, and is none of what is saved."""
@@ -799,7 +783,7 @@ def _weights(step: FakeStep, optimizer_states: int) -> dict[str | None, WeightBy
     found: dict[str | None, WeightBytes] = {}
     for key in {step.ledger.key_of(each) for each in step.model.parameters()}:
         owner = step.owners.get(key, -1)
-        name = None if owner < 0 else step.calls.calls[owner].name
+        name = None if owner < 0 else step.calls.calls[owner][0]
         weight_bytes, own_bytes = step.ledger.sizes[key], gradient_bytes[key]
         added = weight_bytes, own_bytes, optimizer_states * own_bytes
         found[name] = WeightBytes(*map(sum, zip(found.get(name, (0, 0, 0)), added, strict=True)))
