@@ -48,9 +48,9 @@ class CommandList(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         from typer.main import get_command
 
-        from ebbtide.tools.main import app
+        from ebbtide.tools.main import commands
 
-        group = get_command(app)
+        group = get_command(commands)
         sections: list[nodes.Node] = []
         for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
             title = f"ebbtide {name}"

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import ebbtide
-from commands import app, call
+from commands import call, commands
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
 from ebbtide.tools.exit_codes import ExitCode, ends_by_code, in_options
 
@@ -58,7 +58,7 @@ def test_help_is_plain_and_80_columns_wide(command: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_parameter_is_an_argument_or_an_option_with_help(command: str) -> None:
-    for parameter in typer.main.get_command(app).commands[command].params:
+    for parameter in typer.main.get_command(commands).commands[command].params:
         name = f"--{parameter.name.replace('_', '-')}"
         assert parameter.help
         assert parameter.param_type_name == "argument" or name in parameter.opts

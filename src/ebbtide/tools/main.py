@@ -53,21 +53,7 @@ class ScriptRequest(SystemExit):
         self.session = session
 
 
-@final
-class CommandLine(typer.Typer):
-    """The commands of ebbtide. A script that one of them asks for runs when typer is done."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hook = sys.excepthook  # typer puts its own in the place of it
-        try:
-            return super().__call__(*args, **kwargs)
-        except ScriptRequest as asked:
-            session = asked.session
-        sys.excepthook = hook
-        return session.run()
-
-
-app = CommandLine(
+commands = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,13 +63,24 @@ app = CommandLine(
 )
 
 
+def app() -> Any:
+    """Run the command line. A script that a command asks for runs when typer is done."""
+    hook = sys.excepthook  # typer puts its own in the place of it
+    try:
+        return commands()
+    except ScriptRequest as asked:
+        session = asked.session
+    sys.excepthook = hook
+    return session.run()
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ebbtide {__version__}")
         raise typer.Exit
 
 
-@app.callback()
+@commands.callback()
 def main(
     version: Annotated[
         bool,
@@ -529,12 +526,12 @@ def _read(file: Path | None, layers: str | None, pipeline: str | None, resident:
     return Schedule.parse(text).check()
 
 
-add_command(app, demo, {ExitCode.FAILED: "the results differ, or a mode failed"})
-add_command(app, doctor, {ExitCode.FAILED: "a figure that a plan needs could not be measured"})
-add_command(app, report, short={"out": "-o"})
-add_command(app, plan, {ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
+add_command(commands, demo, {ExitCode.FAILED: "the results differ, or a mode failed"})
+add_command(commands, doctor, {ExitCode.FAILED: "a figure that a plan needs could not be measured"})
+add_command(commands, report, short={"out": "-o"})
+add_command(commands, plan, {ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
 add_command(
-    app,
+    commands,
     run,
     {
         ExitCode.DONE: "the script ended well; whatever else it ends with comes through",
@@ -543,9 +540,9 @@ add_command(
     short={"module": "-m"},
     context_settings=_SCRIPT,
 )
-add_command(app, schedule)
+add_command(commands, schedule)
 add_command(
-    app,
+    commands,
     verify,
     {
         ExitCode.DONE: "every run gave the same results",
