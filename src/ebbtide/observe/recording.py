@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,13 +19,6 @@ from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import EventListener, MemoryListener, Subject, TraceEvent
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
-
-
-class _Entry(NamedTuple):
-    what: str
-    subject: Subject
-    begin: AbstractEvent | None  # None for a copy: `end` knows its times and its lane
-    end: AbstractEvent
 
 
 @final
@@ -44,13 +37,14 @@ class StepRecorder:
         self._device = device
         self._memory = memory
         self._origin = origin
-        self._entries: list[_Entry] = []
+        # What was done, to what, its begin and its end; a copy's end knows its times and its lane.
+        self._entries: list[tuple[str, Subject, AbstractEvent | None, AbstractEvent]] = []
         self._forwards: list[tuple[Subject, AbstractEvent]] = []  # layers can be nested
         self._backward: tuple[Subject, AbstractEvent] | None = None
 
     def copy(self, what: str, subject: Subject, *ends: AbstractEvent) -> None:
         """Note that copies have been queued; ``ends`` are the events of their completion."""
-        self._entries += [_Entry(what, subject, None, end) for end in ends]
+        self._entries += [(what, subject, None, end) for end in ends]
 
     def mark(self) -> AbstractEvent:
         """Record an event on the compute stream, behind the work queued so far."""
@@ -60,12 +54,12 @@ class StepRecorder:
         self, what: str, subject: Subject, begin: AbstractEvent, end: AbstractEvent | None = None
     ) -> None:
         """Note what the compute stream runs, or waits for, to ``end``; None: to its present end."""
-        self._entries.append(_Entry(what, subject, begin, self.mark() if end is None else end))
+        self._entries.append((what, subject, begin, self.mark() if end is None else end))
 
     def moment(self, what: str, subject: Subject) -> None:
         """Note an event without duration on the compute stream."""
         now = self.mark()
-        self._entries.append(_Entry(what, subject, now, now))
+        self._entries.append((what, subject, now, now))
 
     def begin_forward(self, subject: Subject) -> None:
         """Note that a layer's forward begins."""
@@ -77,11 +71,11 @@ class StepRecorder:
     def end_forward(self) -> None:
         """Note that the innermost layer's forward has ended."""
         if self._forwards:
-            self.compute("forward", *self._forwards.pop())
+            end = self.mark()
+            self.compute("forward", *self._forwards.pop(), end)
             if self._memory is not None:
                 around = self._forwards[-1][0] if self._forwards else None
-                name = BEGIN if around is None else _name_pass("F", around)
-                self._memory.enter(name, self._entries[-1].end)
+                self._memory.enter(BEGIN if around is None else _name_pass("F", around), end)
 
     def begin_backward(self, subject: Subject | None) -> None:
         """Note that a layer's backward begins, and that the previous layer's has ended.
@@ -97,26 +91,28 @@ class StepRecorder:
 
     def trace(self) -> Trace:
         """Return the events with their times. The host waits until the device has run them all."""
-        return Trace(event for entry in self._entries for event in self._resolve(entry))
+        return Trace(event for entry in self._entries for event in self._resolve(*entry))
 
-    def _resolve(self, entry: _Entry) -> list[TraceEvent]:
-        if entry.begin is None:
-            spans = entry.end.spans(self._origin)
+    def _resolve(
+        self, what: str, subject: Subject, begin: AbstractEvent | None, end: AbstractEvent
+    ) -> list[TraceEvent]:
+        if begin is None:
+            spans = end.spans(self._origin)
         else:
-            begin_s = entry.begin.since(self._origin)
-            spans = [Span("compute", begin_s, max(begin_s, entry.end.since(self._origin)))]
-        layer = entry.subject.layer
+            begin_s = begin.since(self._origin)
+            spans = [Span("compute", begin_s, max(begin_s, end.since(self._origin)))]
+        layer = subject.layer
         return [
             TraceEvent(
-                what=entry.what,
+                what=what,
                 lane=span.lane,
                 begin_s=span.begin_s,
                 end_s=span.end_s,
                 layer=None if layer is None else layer.index,
-                microbatch=entry.subject.microbatch,
+                microbatch=subject.microbatch,
                 name="" if layer is None else layer.name,
-                size_bytes=entry.subject.size_bytes,
-                kind=entry.subject.kind,
+                size_bytes=subject.size_bytes,
+                kind=subject.kind,
             )
             for span in spans
         ]
