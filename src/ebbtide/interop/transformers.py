@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import types
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.handle import OffloadHandle
@@ -19,9 +18,6 @@ try:
     from transformers.trainer_callback import CallbackHandler
 except ModuleNotFoundError as error:
     refuse_missing(error, package="transformers", extra="transformers")
-
-
-_KEEPS_A_DICT: Final = sys.version_info < (3, 13)
 
 
 class OffloadCallback(TrainerCallback):
@@ -176,23 +172,8 @@ def _caller(is_sought: Callable[[Any], bool]) -> Any:
     """The innermost object of which a method is running; None if there is none."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = _variables_of(frame).get("self")
+        found = frame.f_locals.get("self")
         if is_sought(found):
             return found
         frame = frame.f_back
     return None
-
-
-def _variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """Return a copy of the variables of a frame.
-
-    Before Python 3.13 a frame that was asked for its variables keeps a dict of them until its
-    function returns: what the function has deleted since would stay in memory. So the dict is
-    emptied, unless there is a debugger: Python copies the debugger's dict back.
-    """
-    variables = dict(frame.f_locals)
-    is_of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # others run with their dict
-    is_debugged = frame.f_trace is not None or sys.gettrace() is not None
-    if _KEEPS_A_DICT and is_of_function and not is_debugged:
-        frame.f_locals.clear()
-    return variables
