@@ -28,7 +28,7 @@ from ebbtide.runtime.executor import ScheduleMode
 from ebbtide.runtime.handles import UnitRecords
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import tree_leaves
-from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
+from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default
 from ebbtide.units import brief, count, labelled
 
 T = TypeVar("T")
@@ -317,7 +317,7 @@ def _choose_schedule(
     if schedule == "manual":
         if num_layers is not None:
             raise PolicyError('with schedule="manual" you say what leaves; leave num_layers out')
-        return manual({}, model_layers), True
+        return default(0, model_layers), True
     if num_layers is None:
         raise PolicyError("give num_layers, how many of the layers leave, or a schedule")
     return default(num_layers, model_layers), False

@@ -122,6 +122,12 @@ LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZe
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # two stages on each rank
 
 
+def by_hand(order: str, **lines: str) -> Schedule:
+    """The schedule of lines as one writes them; the name of an argument is the anchor."""
+    text = [f"order: {order}", *(f"{anchor}: {words}" for anchor, words in lines.items())]
+    return Schedule.parse("\n".join(text)).check()
+
+
 @cache
 def torch_schedule(name: str, ranks: int, local_stages: int, microbatches: int) -> Any:
     """One of torch's pipeline schedules, made without a process group.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide import PolicyError, ScheduleError, schedule
 from saying import warned
+from schedule_orders import by_hand
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1024)
 
@@ -121,7 +122,7 @@ def test_a_backward_that_never_comes_begins_again() -> None:
 def test_a_departure_is_said_once() -> None:
     layers = blocks(4)
     order = "F0 F1 F2 F3 B3 B2 B1 B0"
-    plan = schedule.manual({"F0": "offload 0", "F2": "release 0", "B1": "reload 0"}, order=order)
+    plan = by_hand(order, F0="offload 0", F2="release 0", B1="reload 0")
     x = torch.randn(64, 32)
     run(None, layers, x).backward()
     expected = gradients(layers)
@@ -293,7 +294,7 @@ def test_a_schedule_over_microbatches_of_a_model() -> None:
         "F1.m2": "reload 0.m1",
         "B1.m1": "reload 1.m1",
     }
-    plan = schedule.manual(lines, order=order)
+    plan = by_hand(order, **lines)
     with ebbtide.offload(model, activations=POLICY, schedule=plan, trace=True) as handle:
         for _ in range(2):
             first, second = model(inputs[0]), model(inputs[1])

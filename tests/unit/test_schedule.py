@@ -21,7 +21,6 @@ from ebbtide.schedule import (
     Verb,
     default,
     from_table,
-    manual,
     parse_action,
     parse_pass,
 )
@@ -30,6 +29,7 @@ from schedule_orders import (
     FORWARD,
     PIPELINE_ORDER,
     TABLE,
+    by_hand,
     moves,
     orders,
     residents,
@@ -157,9 +157,8 @@ def test_a_schedule_without_an_order_is_refused(text: str) -> None:
 
 
 def test_an_empty_order_cannot_be_run() -> None:
-    for build in (Schedule([]).check, lambda: manual({}, order="")):
-        with pytest.raises(ScheduleError):
-            build()
+    with pytest.raises(ScheduleError):
+        Schedule([]).check()
 
 
 @pytest.mark.parametrize("text", ["F3", "B0", "I7.m2", "W12.m34"])
@@ -262,9 +261,6 @@ def test_random_tables_of_random_orders_can_be_run(data: st.DataObject) -> None:
     assert Schedule.parse(str(schedule)).check() == schedule
     assert schedule.offloaded == {Unit(layer) for layer in table}
     assert [set(there) for there in schedule.resident()] == residents(schedule)
-    words = {str(anchor): list(map(str, actions)) for anchor, actions in schedule.lines}
-    assert manual(words, order=order) == schedule
-    assert manual({at: ", ".join(each) for at, each in words.items()}, order=order) == schedule
 
 
 @pytest.mark.parametrize(
@@ -299,23 +295,15 @@ def test_a_table_is_of_the_layers_that_the_order_has() -> None:
         from_table(TABLE, 6, order=PIPELINE_ORDER)
 
 
-# By hand.
-
-
-def test_lines_by_hand_need_an_order() -> None:
-    with pytest.raises(ScheduleError):
-        manual({"F0": "offload 0"})
-
-
 @pytest.mark.parametrize("order", ["F0 F1 B1 B0", ["F0", "F1", "B1", "B0"]])
 def test_an_order_is_text_or_passes(order: str | list[str]) -> None:
-    assert manual({}, order=order) == manual({}, 2) == default(0, 2)
+    assert from_table({}, 2, order=order) == default(0, 2)
 
 
 @pytest.mark.parametrize("item", [None, 0, "F0..F1"])
 def test_an_order_of_other_things_is_refused(item: object) -> None:
     with pytest.raises(ScheduleError):
-        manual({}, order=["F0", item])
+        from_table({}, 1, order=["F0", item])
 
 
 # What cannot be run is shown where it stands.
@@ -547,28 +535,28 @@ def test_a_corrupted_schedule_is_refused_where_it_is_wrong(
 )
 def test_orders_that_cannot_be_run(order: str, why: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(f"order: {why}")) as error:
-        manual({}, order=order)
+        by_hand(order)
     assert marked(error) == f"order: {order}"
 
 
 def test_a_split_backward_uses_from_its_first_half_on_to_its_second() -> None:
     order = "F0 F1 I1 I0 W1 W0"
     lines = {"F0": "offload 0", "F1": "release 0"}
-    schedule = manual({**lines, "I0": "reload 0"}, order=order)
+    schedule = by_hand(order, **lines, I0="reload 0")
     assert [len(there) for there in schedule.resident()] == [1, 1, 1, 2, 2, 1]
     with pytest.raises(ScheduleError) as error:
-        manual({**lines, "W1": "reload 0"}, order=order)
+        by_hand(order, **lines, W1="reload 0")
     assert marked(error) == "W1: reload 0"
     with pytest.raises(ScheduleError) as error:
-        manual({"F0": "offload 0", "W1": "release 0"}, order=order)
+        by_hand(order, F0="offload 0", W1="release 0")
     assert marked(error) == "W1: release 0"
 
 
 def test_what_has_no_backward_stays_to_the_end() -> None:
-    schedule = manual({}, order="F0 F1 B1 F2 B2")
+    schedule = by_hand("F0 F1 B1 F2 B2")
     assert [len(there) for there in schedule.resident()] == [1, 2, 2, 2, 2]
     with pytest.raises(ScheduleError) as error:
-        manual({"F1": "offload 0"}, order="F0 F1 B1")
+        by_hand("F0 F1 B1", F1="offload 0")
     assert marked(error) == "F1: offload 0"
 
 
@@ -587,4 +575,4 @@ def test_a_hint_of_check_can_be_followed() -> None:
 
 def test_the_last_layer_has_to_stay() -> None:
     with pytest.raises(ScheduleError):
-        manual({"F1": "offload 1"}, 2)
+        by_hand("F0 F1 B1 B0", F1="offload 1")

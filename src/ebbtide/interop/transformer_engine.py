@@ -21,7 +21,7 @@ import torch
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.policy import ActivationPolicy, check_switch
 from ebbtide.runtime.rebuild import mark_not_offload
-from ebbtide.schedule import Pass, Schedule, default, find_order, from_table, manual
+from ebbtide.schedule import Pass, Schedule, default, find_order, from_table
 from ebbtide.schedule.builders import TableRow
 from ebbtide.session import OffloadSession
 
@@ -219,9 +219,7 @@ def _choose(
         return from_table(table, model_layers, order=known)
     if order is not None:
         raise PolicyError("order is used only with a synchronization_dict; leave it out")
-    if num_layers is None:
-        return manual({}, model_layers)
-    return default(num_layers, model_layers)
+    return default(num_layers or 0, model_layers)
 
 
 def _warn_of_deprecated(offload_weights: bool, double_buffering: bool, stream: Any) -> None:

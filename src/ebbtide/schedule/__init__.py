@@ -1,6 +1,6 @@
 """Schedules, which say what moves when: their text form, builders and checks. Pure Python."""
 
-from ebbtide.schedule.builders import default, find_order, from_table, manual
+from ebbtide.schedule.builders import default, find_order, from_table
 from ebbtide.schedule.pipeline import from_pipeline
 from ebbtide.schedule.schedule import (
     Action,
@@ -26,7 +26,6 @@ __all__ = [
     "first_use",
     "from_pipeline",
     "from_table",
-    "manual",
     "parse_action",
     "parse_pass",
 ]

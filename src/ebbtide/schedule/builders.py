@@ -1,4 +1,4 @@
-"""Build schedules: the default for k of N layers, from a table, or from lines written by hand."""
+"""Build schedules: the default for k of N layers, or from a table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ebbtide.schedule.schedule import (
     Schedule,
     Unit,
     Verb,
-    parse_action,
-    parse_pass,
     read_order,
 )
 
@@ -94,39 +92,6 @@ def from_table(
         reloads.append((_anchor(reload_fwd, reload_num), Action(Verb.RELOAD, unit)))
     # Releases come first at each anchor, so that they make room for its reloads.
     return Schedule(passes, [*releases, *offloads, *reloads]).check()
-
-
-def manual(
-    lines: Mapping[str, str | Iterable[str]],
-    model_layers: int | None = None,
-    *,
-    order: Order | None = None,
-) -> Schedule:
-    """Build a schedule from lines written by hand.
-
-    Args:
-        lines: actions at each anchor, such as ``{"F16": "release 0", "B17": ["reload 2", ...]}``.
-        model_layers: number of layers; needed only without ``order``.
-        order: order of the passes; None means all forwards, then the backwards in reverse.
-
-    Returns:
-        The checked schedule.
-
-    Raises:
-        ScheduleError: a line cannot be read, or the schedule cannot be run.
-    """
-    if order is None:
-        if model_layers is None:
-            raise ScheduleError("give model_layers, or the order in which the passes come")
-        _check_layers(model_layers)
-        passes = plain_order(model_layers)
-    else:
-        passes = read_order(order)
-    actions = []
-    for anchor, words in lines.items():
-        for word in words.split(",") if isinstance(words, str) else words:
-            actions.append((parse_pass(anchor), parse_action(word)))
-    return Schedule(passes, actions).check()
 
 
 def find_order(table: Mapping[int, TableRow], model_layers: int) -> tuple[Pass, ...]:
