@@ -1,19 +1,16 @@
 """macOS and Windows, as far as they can be faked on Linux."""
 
-import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ebbtide
-from ebbtide import PolicyError, StoreFullError
-from ebbtide.stores.disk_file import DiskFile
+from ebbtide import PolicyError
 
 HERE = Path(__file__).parent
 
@@ -45,30 +42,6 @@ def test_other_systems_are_refused(store: str, monkeypatch: pytest.MonkeyPatch) 
         ebbtide.offload(model, store=store)
     assert model(torch.zeros(1, 4)).shape == (1, 4)
     assert "forward" not in vars(model)
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_without_reservation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Zeros are written until there is no room; what they took is given back."""
-    write = os.pwrite
-
-    def full_at_2_mib(fd: int, view: memoryview, offset: int) -> int:
-        if offset >= 2**21:
-            raise OSError(errno.ENOSPC, "full")
-        return write(fd, view, offset)
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.EOPNOTSUPP, "not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    monkeypatch.setattr(os, "pwrite", full_at_2_mib)
-    file = DiskFile(tmp_path, growth_bytes=2**24)
-    file.allocate(2**20)
-    with pytest.raises(StoreFullError):
-        file.allocate(2**22)
-    assert os.fstat(file.open.fd).st_size == file.capacity_bytes == 2**20
 
 
 # ---- devices -------------------------------------------------------------------------------------

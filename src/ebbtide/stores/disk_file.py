@@ -21,8 +21,6 @@ _LOG = logging.getLogger(__name__)
 GROWTH_BYTES = 64 * 2**20
 _NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
-_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-_CHUNK_BYTES = 2**20  # of zeros that are written
 
 
 @final
@@ -86,15 +84,7 @@ class OpenFile:
         Raises:
             OSError: the disk has no room.
         """
-        try:
-            os.posix_fallocate(self.fd, *extent)
-            return
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:  # some file systems do not have it
-                raise
-        zeros = memoryview(bytes(min(extent.size_bytes, _CHUNK_BYTES)))
-        for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
-            self.write(zeros[: extent.end_bytes - begin], begin)
+        os.posix_fallocate(self.fd, *extent)  # glibc writes where a file system does not have it
 
 
 @final
