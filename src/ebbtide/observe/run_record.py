@@ -232,64 +232,42 @@ def load_records(path: str | PathLike[str]) -> list[RunRecord]:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # a UnicodeDecodeError, too
-        raise PolicyError(f"{path} is not JSON: {error}. {_HOW}") from None
-    kind = document.get("format") if isinstance(document, dict) else None
-    if isinstance(kind, str) and kind != RUN_FORMAT:
-        raise PolicyError(f"{path} is a file of the format {kind}, not a record of a run. {_HOW}")
-    try:
-        if kind == RUN_FORMAT:
-            return _read_models(document)
-        if isinstance(document, dict) and _KEY in document:
-            return [_read_document(document)]
-        return [RunRecord(title=Path(path).stem, events=_read_events(document))]
-    except PolicyError as error:
-        raise PolicyError(f"{path} cannot be read: {error}") from None
-
-
-def _read_models(document: Mapping[str, Any]) -> list[RunRecord]:
-    """Return the records in what ``ebbtide run --json`` has written."""
-    records = document.get("records")
-    is_list = isinstance(records, list) and all(isinstance(each, dict) for each in records)
-    if document.get("version") != RUN_VERSION or records is None or not is_list:
-        raise PolicyError("another version of ebbtide wrote it; run the script again")
+        if document.get("format") == RUN_FORMAT:
+            _check_version(document, RUN_VERSION)
+            records = [_read_document(each) for each in document["records"]]
+        elif _KEY in document:
+            records = [_read_document(document)]
+        else:
+            records = [RunRecord(title=Path(path).stem, events=_read_events(document))]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        why = str(error) if isinstance(error, PolicyError) else f"{type(error).__name__}: {error}"
+        raise PolicyError(f"{path} is no run that this ebbtide can read ({why}). {_HOW}") from None
     if not records:
-        raise PolicyError("no model has finished a step in this run")
-    return [_read_document(each) for each in records]
+        raise PolicyError(f"{path}: no model has finished a step in this run")
+    return records
+
+
+def _check_version(entry: Mapping[str, Any], version: int) -> None:
+    if entry["version"] != version:
+        raise PolicyError(
+            f"it has version {entry['version']}, and this ebbtide reads version {version}; install "
+            f"the ebbtide that wrote it, or record the run again"
+        )
 
 
 def _read_document(document: Mapping[str, Any]) -> RunRecord:
-    entry = document.get(_KEY)
-    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
-        raise PolicyError('its part "ebbtide" is not a record of a run')
-    if entry.get("version") != VERSION:
-        raise PolicyError(
-            f"its record has version {entry.get('version')}, and this ebbtide reads version "
-            f"{VERSION}; install the ebbtide that wrote it, or record the run again"
-        )
-    try:
-        return _read_entry({**entry, "events": []}, _read_events(document))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        message = f"its record is damaged ({type(error).__name__}: {error}); record the run again"
-        raise PolicyError(message) from None
-
-
-def _read_entry(entry: dict[str, Any], events: tuple[TraceEvent, ...]) -> RunRecord:
+    entry = dict(document[_KEY])
+    _check_version(entry, VERSION)
     del entry["format"], entry["version"]
-    record = read_as(RunRecord, entry)
+    record = read_as(RunRecord, {**entry, "events": []})
     _ = record.peak_bytes  # an IndexError if there is no such sample
-    return dataclasses.replace(record, events=events)
+    return dataclasses.replace(record, events=_read_events(document))
 
 
-def _read_events(document: Any) -> tuple[TraceEvent, ...]:
+def _read_events(document: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
     """Return the events of a Chrome trace."""
-    rows = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise PolicyError(f"it is not a trace of ebbtide. {_HOW}")
-    try:
-        return Trace(_read_event(row) for row in rows if row.get("ph") in ("X", "i")).events
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise PolicyError(f"it is a trace, but none that ebbtide has written. {_HOW}") from None
+    rows = document["traceEvents"]
+    return Trace(_read_event(row) for row in rows if row.get("ph") in ("X", "i")).events
 
 
 def _read_event(row: Mapping[str, Any]) -> TraceEvent:
