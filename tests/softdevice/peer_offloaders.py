@@ -32,9 +32,9 @@ from ebbtide.tools.models import default_loss
 from ebbtide.tools.verify import (
     POISON,
     FreedMemoryPoison,
-    Outcome,
     Provocation,
     Trial,
+    Values,
     choose_order,
     deterministic_kernels,
     find_sleep,
@@ -193,10 +193,12 @@ def verify(
     """
     trial = Trial(model, batch, default_loss, steps, 1, sgd, {})
 
-    def run(offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
+    def run(
+        offloaded: bool, provocation: Provocation | None, deterministic: bool
+    ) -> tuple[Values, str, int]:
         if not offloaded:
             return trial.run(False, None, deterministic)
-        outcome = Outcome(order=choose_order(trial.device, provocation))
+        order = choose_order(trial.device, provocation)
         late = None if provocation is None else draw(provocation.seed)
         copies = ProvokedCopies(trial.device, late)
 
@@ -206,12 +208,11 @@ def verify(
                 yield
 
         with deterministic_kernels(deterministic):
-            trial.train(outcome, surround)
-        outcome.moved_bytes = copies.down_bytes
-        return outcome
+            values = trial.train(surround)
+        return values, order, copies.down_bytes
 
     try:
-        return verify_runs(run, range(orders), steps=steps)
+        return verify_runs(run, model, range(orders), steps=steps)
     finally:
         trial.restore()
         trial.give_back_gradients()

@@ -502,50 +502,27 @@ def verify(
     put_back = note_random_numbers([trial.device])
     try:
         seeds = range(seed, seed + orders)
-        return verify_runs(trial.run, seeds, steps=steps)
+        return verify_runs(trial.run, model, seeds, steps=steps)
     finally:
         trial.restore()
         trial.give_back_gradients()
         put_back()
 
 
-@final
-@dataclasses.dataclass
-class Outcome:
-    """What came of one run of the training steps.
-
-    Attributes:
-        what: what ran: the model, its parameters, its device.
-        values: what is compared.
-        layers: for the names of parameters and buffers, the modules that they belong to.
-        order: the order of execution of the device, if it has several.
-        moved_bytes: as of `VerifiedRun`.
-    """
-
-    what: str = ""
-    values: Values = dataclasses.field(default_factory=dict)
-    layers: dict[str, str] = dataclasses.field(default_factory=dict)
-    order: str = ""
-    moved_bytes: int = 0
-
-    def note_moved(self, stats: StepStats) -> None:
-        """Count what moved in a step."""
-        self.moved_bytes += stats.offloaded_bytes + stats.rebuilt_bytes
-        self.moved_bytes += stats.recomputed_bytes + stats.weight_reload_bytes
-
-
-Run = Callable[[bool, Provocation | None, bool], Outcome]
+Run = Callable[[bool, Provocation | None, bool], tuple[Values, str, int]]
 """Runs the training steps from the same beginning each time.
 
-It is told whether they are offloaded, what is provoked, and whether kernels are deterministic.
+It is told whether they are offloaded, what is provoked, and whether kernels are deterministic. It
+returns the values to compare, and the order and the moved bytes of a `VerifiedRun`.
 """
 
 
-def verify_runs(run: Run, seeds: range, *, steps: int) -> VerifyReport:
+def verify_runs(run: Run, model: nn.Module, seeds: range, *, steps: int) -> VerifyReport:
     """Run training steps plainly, and offloaded under provocations.
 
     Args:
         run: runs the steps.
+        model: the model that they train.
         seeds: the seeds of the provocations.
         steps: how many steps a run has.
 
@@ -553,13 +530,12 @@ def verify_runs(run: Run, seeds: range, *, steps: int) -> VerifyReport:
         PolicyError: the model cannot be offloaded like this, or the plain steps give NaN, or
             others each time.
     """
-    first = run(False, None, False)
-    plain, layers = first.values, first.layers
-    found = _compare(plain, run(False, None, False).values, layers)
+    plain, layers = run(False, None, False)[0], layers_of(model)
+    found = _compare(plain, run(False, None, False)[0], layers)
     deterministic = bool(found)
     if deterministic:
-        plain = run(False, None, True).values
-        found = _compare(plain, run(False, None, True).values, layers)
+        plain = run(False, None, True)[0]
+        found = _compare(plain, run(False, None, True)[0], layers)
     if found:
         raise PolicyError(
             f"the plain steps differ from run to run, by deterministic kernels, too: "
@@ -577,7 +553,7 @@ def verify_runs(run: Run, seeds: range, *, steps: int) -> VerifyReport:
         provocation = None if number is None else Provocation.draw(number)
         name = "nothing" if provocation is None else provocation.name
         try:
-            outcome = run(True, provocation, deterministic)
+            values, order, moved_bytes = run(True, provocation, deterministic)
         except (PolicyError, ImportError):
             if runs and runs[-1].error:
                 break  # what went wrong has kept the model from being detached
@@ -587,14 +563,13 @@ def verify_runs(run: Run, seeds: range, *, steps: int) -> VerifyReport:
             error = f"{type(raised).__name__}: {first_line}"
             runs.append(VerifiedRun(seed=number, name=name, error=error))
             continue
-        found = _compare(plain, outcome.values, layers)
-        order, moved_bytes = outcome.order, outcome.moved_bytes
+        found = _compare(plain, values, layers)
         runs.append(
             VerifiedRun(seed=number, name=name, order=order, moved_bytes=moved_bytes, **found)
         )
     python = ".".join(map(str, sys.version_info[:3]))
     return VerifyReport(
-        what=first.what,
+        what=describe_model(model),
         steps=steps,
         compared=len(plain),
         runs=tuple(runs),
@@ -679,19 +654,23 @@ class Trial:
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
 
-    def run(self, offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
+    def run(
+        self, offloaded: bool, provocation: Provocation | None, deterministic: bool
+    ) -> tuple[Values, str, int]:
         """Run the steps; a `Run`."""
-        outcome = Outcome(what=describe_model(self.model), layers=layers_of(self.model))
         with deterministic_kernels(deterministic):
-            if offloaded:
-                outcome.order = choose_order(self.device, provocation)
-                self._train_offloaded(outcome, provocation)
-            else:
-                self.train(outcome)
-        return outcome
+            if not offloaded:
+                return self.train(), "", 0
+            order = choose_order(self.device, provocation)
+            values, moved_bytes = self._train_offloaded(provocation)
+            return values, order, moved_bytes
 
-    def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
-        """Run all steps offloaded, on a device that is provoked."""
+    def _train_offloaded(self, provocation: Provocation | None) -> tuple[Values, int]:
+        """Run all steps offloaded, on a device that is provoked.
+
+        Returns:
+            What is compared, and the bytes that moved.
+        """
         is_planned = any(self.offload.get(name) is not None for name in ("budget", "plan"))
 
         def make(torch_device: torch.device) -> AbstractDevice:
@@ -705,26 +684,26 @@ class Trial:
             warnings.simplefilter("ignore")  # of pageable memory, for example, which was provoked
             with devices_made_by(make) as engines:
                 handle = offload_model(self.model, **self.offload)
+            moved_bytes = list[int]()
             with handle:
-                self.train(outcome, end_step=lambda: outcome.note_moved(engines[0].stats))
+                values = self.train(end_step=lambda: moved_bytes.append(moved(engines[0].stats)))
+        return values, sum(moved_bytes)
 
     def train(
         self,
-        outcome: Outcome,
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         end_step: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run all steps, and copy what is compared.
+    ) -> Values:
+        """Run all steps, and return copies of what is compared.
 
         Args:
-            outcome: gets the values.
             context: surrounds the forwards and backwards of each step.
             end_step: called after each step.
         """
         self.restore()
         seed_all()
         optimizer = self.optimizer([p for p in self.model.parameters() if p.requires_grad])
-        values = outcome.values = {}
+        values: Values = {}
         for step in range(1, self.steps + 1):
             for tensor, _ in self._gradients:
                 tensor.grad = None
@@ -748,7 +727,13 @@ class Trial:
             end_step()
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             values[f"last step: {name}"] = copy_of(tensor)
-        values.update(random_states(self.device))
+        return values | random_states(self.device)
+
+
+def moved(stats: StepStats) -> int:
+    """Return the bytes that moved in a step, as of `VerifiedRun`."""
+    moved_bytes = stats.offloaded_bytes + stats.rebuilt_bytes
+    return moved_bytes + stats.recomputed_bytes + stats.weight_reload_bytes
 
 
 def seed_all() -> None:
