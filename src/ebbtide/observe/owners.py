@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -12,19 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.torch_internals import parts_of, tree_leaves
-
-
-class _Known(NamedTuple):
-    """A storage that belongs to somebody; the reference does not keep it alive."""
-
-    owner: Owner
-    reference: StorageWeakRef
-    size_bytes: int
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the storage was freed."""
-        return bool(self.reference.expired())  # type: ignore[no-untyped-call]
 
 
 @final
@@ -52,7 +39,8 @@ class TensorOwners:
         self._parameter_bytes = self._gradient_bytes = self._optimizer_bytes = 0
         self._without_gradient: list[weakref.ref[torch.Tensor]] = []
         self._gradients: set[int] = set()  # addresses of the storages that were counted
-        self._known: dict[int, _Known] = {}  # by the address of the storage
+        # Storages that belong to somebody, by their addresses, with their sizes.
+        self._known: dict[int, tuple[Owner, StorageWeakRef, int]] = {}
         self._claimed: set[int] = set()  # addresses of storages that count as activations now
 
     def begin_step(self) -> None:
@@ -96,9 +84,9 @@ class TensorOwners:
         """Note the owner of a storage, unless another owner has it already."""
         address = storage._cdata
         known = self._known.get(address)
-        if known is None or known.is_gone:
+        if known is None or _is_gone(known[1]):
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._known[address] = _Known(owner, reference, storage.nbytes())
+            self._known[address] = owner, reference, storage.nbytes()
 
     def count(self) -> dict[Owner, int]:
         """Return the bytes of each owner now."""
@@ -109,11 +97,11 @@ class TensorOwners:
             Owner.OPTIMIZER: self._optimizer_bytes,
         }
         # A copy: a worker thread that releases a source notes its storage meanwhile.
-        for address, known in self._known.copy().items():
-            if known.is_gone:
+        for address, (owner, reference, size_bytes) in self._known.copy().items():
+            if _is_gone(reference):
                 self._known.pop(address, None)
             elif address not in self._claimed:
-                counted[known.owner] = counted.get(known.owner, 0) + known.size_bytes
+                counted[owner] = counted.get(owner, 0) + size_bytes
         return counted
 
     def claim(self, address: int) -> tuple[Owner, int] | None:
@@ -125,9 +113,9 @@ class TensorOwners:
         known = self._known.get(address)
         counted = known is not None and address not in self._claimed
         self._claimed.add(address)
-        if known is None or not counted or known.is_gone:
+        if known is None or not counted or _is_gone(known[1]):
             return None
-        return known.owner, known.size_bytes
+        return known[0], known[2]
 
     def disown(self, address: int) -> None:
         """Note that a storage counts as an activation no more."""
@@ -177,6 +165,10 @@ class TensorOwners:
     def _parameters(self) -> Iterator[nn.Parameter]:
         for module in self._alive():
             yield from module.parameters()
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
