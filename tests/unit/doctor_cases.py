@@ -13,7 +13,6 @@ MIB, GIB = 2**20, 2**30
 HEALTHY = MachineFacts(
     cpu="Test CPU",
     cores=16,
-    quota_cores=None,
     torch_threads=16,
     torch_version="2.13.0",
     total_ram_bytes=128 * GIB,

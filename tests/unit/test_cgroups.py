@@ -37,11 +37,9 @@ def test_a_container_of_version_2(tmp_path: Path) -> None:
         "memory.high": "max",
         "memory.current": 5 * GIB,
         "memory.stat": stat(anon=3 * GIB, inactive_file=GIB, active_file=GIB, shmem=0),
-        "cpu.max": "250000 100000",
     }
     root = fabricate(tmp_path, "0::/\n", files)
     assert host_memory.memory_limit(root) == (8 * GIB, 5 * GIB)
-    assert host_memory.cpu_limit(root) == 2.5
 
 
 def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
@@ -54,12 +52,9 @@ def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
         "slurm/memory.max": 64 * GIB,
         "slurm/memory.current": 62 * GIB,  # by other jobs, so 2 GiB are left for this one
         "slurm/memory.stat": stat(inactive_file=0),
-        "slurm/job/cpu.max": "max 100000",
-        "slurm/cpu.max": "1600000 100000",
     }
     root = fabricate(tmp_path, "0::/slurm/job/step\n", files)
     assert host_memory.memory_limit(root) == (64 * GIB, 2 * GIB)
-    assert host_memory.cpu_limit(root) == 16
 
 
 def test_docker_with_version_1(tmp_path: Path) -> None:
@@ -68,14 +63,9 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
         "memory/memory.limit_in_bytes": 2 * GIB,
         "memory/memory.usage_in_bytes": GIB,
         "memory/memory.stat": stat(total_inactive_file=GIB // 4, total_active_file=GIB // 4),
-        "cpu/cpu.cfs_quota_us": -1,
-        "cpu/cpu.cfs_period_us": 100000,
     }
     root = fabricate(tmp_path, "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", files)
     assert host_memory.memory_limit(root) == (2 * GIB, 2 * GIB - GIB // 2)
-    assert host_memory.cpu_limit(root) is None
-    (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("50000\n")
-    assert host_memory.cpu_limit(root) == 0.5
 
 
 def test_a_group_below_that_of_a_container(tmp_path: Path) -> None:
@@ -88,9 +78,8 @@ def test_a_group_below_that_of_a_container(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("groups", ["", "0::/\n", "0::/gone\n", "rubbish\n"])
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str) -> None:
-    root = fabricate(tmp_path, groups, {"memory.max": "?", "cpu.max": "0 0"})
+    root = fabricate(tmp_path, groups, {"memory.max": "?"})
     assert host_memory.memory_limit(root) is None
-    assert host_memory.cpu_limit(root) is None
 
 
 @pytest.mark.parametrize(

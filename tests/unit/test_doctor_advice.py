@@ -39,10 +39,6 @@ CASES = {
         on_gpu({"pinning": REFUSED}, memlock_bytes=8 * MIB),
         r"refused to page-lock 256.0 MiB.*The limit on locked memory is 8.0 MiB; raise it",
     ),
-    "quota": (
-        on_cpu(quota_cores=2.5),
-        "allows the time of 2.5 cores, and torch runs 16 threads.*Set OMP_NUM_THREADS=2",
-    ),
 }
 
 

@@ -87,11 +87,6 @@ class StepMemory:
         """The peak of the step."""
         return self.samples[self.peak].peak_bytes
 
-    @property
-    def peak_phase(self) -> str:
-        """The phase in which memory was highest."""
-        return self.samples[self.peak].phase
-
     def describe_peak(self) -> str:
         """Return the height of the peak above idle memory, its whole height, and its phase."""
         sample = self.samples[self.peak]

@@ -323,28 +323,10 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
     """
     found = [
         limit
-        for version, directory in _directories("memory", root)
+        for version, directory in _directories(root)
         if (limit := _read_memory(version, directory)) is not None
     ]
     return min(found, key=lambda limit: limit[1], default=None)
-
-
-def cpu_limit(root: Path = Path("/")) -> float | None:
-    """Return how many cores' time this process may use; None if there is no limit.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
-    found = []
-    for version, directory in _directories("cpu", root):
-        if version == 2:
-            words = _read(directory / "cpu.max").split()
-        else:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            words = [_read(directory / name).strip() for name in names]
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-            found.append(int(words[0]) / int(words[1]))
-    return min(found, default=None)
 
 
 def _read_memory(version: int, directory: Path) -> tuple[int, int] | None:
@@ -371,7 +353,7 @@ def _read(path: Path) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _directories(controller: str, root: Path) -> tuple[tuple[int, Path], ...]:
+def _directories(root: Path) -> tuple[tuple[int, Path], ...]:
     """Return the version and the directory of this process's group and of those above it.
 
     They are found once, because groups change rarely and free memory is asked for often.
@@ -381,8 +363,8 @@ def _directories(controller: str, root: Path) -> tuple[tuple[int, Path], ...]:
         _, controllers, group = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             version, mount = 2, root / _MOUNT
-        elif controller in controllers.split(","):
-            version, mount = 1, root / _MOUNT / controller
+        elif "memory" in controllers.split(","):
+            version, mount = 1, root / _MOUNT / "memory"
         else:
             continue
         # A container may see its own group, or one above it, as the root of what is mounted.

@@ -503,12 +503,6 @@ def advise(found: Examination) -> Iterator[str]:
         )
     if found.on_cpu and sys.platform == "linux" and not freed_memory.FreedMemory().is_returned:
         yield freed_memory.describe()
-    if facts.quota_cores is not None and facts.torch_threads > facts.quota_cores:
-        yield (
-            f"The control group allows the time of {facts.quota_cores:.3g} cores, and torch runs "
-            f"{count(facts.torch_threads, 'thread')}, which then wait for each other. Set "
-            f"OMP_NUM_THREADS={max(1, int(facts.quota_cores))}."
-        )
 
 
 # ---- The report of an examination ----
@@ -596,10 +590,7 @@ def summarize(found: Examination) -> Iterator[str]:
 
 def _machine(found: Examination) -> Iterator[tuple[str, str]]:
     facts, pinning = found.facts, found.pinning
-    cores = count(facts.cores, "core")
-    if facts.quota_cores is not None:
-        cores += f", {facts.quota_cores:.3g} by the control group"
-    yield "processor", f"{facts.cpu}, {cores}"
+    yield "processor", f"{facts.cpu}, {count(facts.cores, 'core')}"
     yield "torch", f"{facts.torch_version}, {count(facts.torch_threads, 'thread')}"
     if facts.accelerator is None:
         yield "device", "the CPU"

@@ -16,7 +16,7 @@ import torch
 
 from ebbtide.errors import PolicyError
 from ebbtide.stores.build import parse_store
-from ebbtide.stores.host_memory import cpu_limit, memory_limit
+from ebbtide.stores.host_memory import memory_limit
 
 _IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # of NVIDIA and AMD, where they are loaded
@@ -30,7 +30,6 @@ class MachineFacts:
     Attributes:
         cpu: name of the processor.
         cores: cores that this process may use.
-        quota_cores: cores' time that its control group may use.
         torch_threads: threads of torch's kernels.
         torch_version: with the accelerator that torch was built for.
         total_ram_bytes: RAM, or less if the control group allows less.
@@ -49,7 +48,6 @@ class MachineFacts:
 
     cpu: str
     cores: int
-    quota_cores: float | None
     torch_threads: int
     torch_version: str
     total_ram_bytes: int
@@ -130,7 +128,6 @@ def read_machine(torch_device: torch.device, directory: Path) -> MachineFacts:
     return MachineFacts(
         cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1,
-        quota_cores=cpu_limit(),
         torch_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
         total_ram_bytes=total_bytes,
