@@ -271,15 +271,6 @@ class ProvokedDevice(AbstractDevice):
             self._scratch = self._poison.clone()
             device.compute_stream().record().synchronize()
 
-    @property
-    def keeps_time(self) -> bool:
-        """Whether copies queued from now on record when they ran."""
-        return self._device.keeps_time
-
-    @keeps_time.setter
-    def keeps_time(self, keeps: bool) -> None:
-        self._device.keeps_time = keeps
-
     def origin(self) -> Origin:
         return self._device.origin()
 
@@ -307,25 +298,17 @@ class ProvokedDevice(AbstractDevice):
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        if self.computes_on_host:
-            return self._device.copy_down(target, source, *after)
-        self._freed.watch(source)
-        places = self._poison, self._host_scratch, self._scratch
-        return self._copy(self._device.copy_down, places, target, source, *after)
+        return self._copy(self._device.copy_down, source, target, source, *after)
 
     def copy_up(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        if self.computes_on_host:
-            return self._device.copy_up(target, source, *after)
-        self._freed.watch(target)
-        places = self._host_poison, self._scratch, self._host_scratch
-        return self._copy(self._device.copy_up, places, target, source, *after)
+        return self._copy(self._device.copy_up, target, target, source, *after)
 
     def _copy(
         self,
         copy: Callable[..., AbstractEvent],
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        here: torch.Tensor,
         target: torch.Tensor,
         source: torch.Tensor,
         *after: AbstractEvent,
@@ -334,12 +317,19 @@ class ProvokedDevice(AbstractDevice):
 
         Args:
             copy: copies in one direction.
-            places: poison, and the target and the source of the copies that only take time.
+            here: of target and source, the one on the device.
             target: as for `copy_down` and `copy_up`,
             source: and this,
             *after: and these.
         """
-        poison, *scratch = places
+        if self.computes_on_host:
+            return copy(target, source, *after)
+        self._device.keeps_time = self.keeps_time
+        self._freed.watch(here)
+        # Poison, and the target and the source of the copies that only take time.
+        poison, *scratch = self._poison, self._host_scratch, self._scratch
+        if here is target:
+            poison, *scratch = self._host_poison, self._scratch, self._host_scratch
         for begin in range(0, target.numel(), _PIECE_BYTES):
             piece = target[begin : begin + _PIECE_BYTES]
             copy(piece, poison[: piece.numel()], *after)
