@@ -156,7 +156,7 @@ class TimedEvent(AbstractEvent):
         return self.end_s - origin.host_s
 
     def spans(self, origin: Origin) -> list[Span]:
-        return [Span("cpu_optimizer", self.begin_s - origin.host_s, self.since(origin))]
+        return [("cpu_optimizer", self.begin_s - origin.host_s, self.since(origin))]
 
 
 class Takes(torch.autograd.Function):

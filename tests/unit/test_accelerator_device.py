@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.devices import AcceleratorDevice, Span, accelerator
+from ebbtide.devices import AcceleratorDevice, accelerator
 from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
@@ -99,7 +99,7 @@ def test_a_copy_is_timed_from_a_moment_that_compute_has_not_come_to(
         compute.synchronize()
     # Ticks: origin, begin, end; but who asks for the begin first comes to that, then to the origin.
     begin_s, end_s = (TICK_S, 2 * TICK_S) if compute_first else (-TICK_S, TICK_S)
-    assert copied.spans(origin) == [Span("h2d", begin_s, end_s)]
+    assert copied.spans(origin) == [("h2d", begin_s, end_s)]
     assert copied.since(origin) == end_s
 
 

@@ -54,7 +54,7 @@ class _AcceleratorEvent(AbstractEvent):
         if self._begun is None:
             return []
         begin_s = _seconds_between(origin, self._begun)
-        return [Span(self._lane, begin_s, self.since(origin))]
+        return [(self._lane, begin_s, self.since(origin))]
 
 
 def _seconds_between(origin: Origin, event: torch.Event) -> float:

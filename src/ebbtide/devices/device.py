@@ -18,13 +18,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, final
 import torch
 from torch.profiler import record_function
 
-
-class Span(NamedTuple):
-    """One interval in which a lane was busy, in seconds since an origin."""
-
-    lane: str
-    begin_s: float
-    end_s: float
+Span = tuple[str, float, float]
+"""When a lane was busy: its name, and the begin and the end in seconds since an origin."""
 
 
 class Origin(NamedTuple):

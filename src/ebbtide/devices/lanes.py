@@ -82,7 +82,7 @@ class LaneEvent(AbstractEvent):
         self._wait()
         if self._begin_s is None:
             return []
-        return [Span(self._lane, self._begin_s - origin.host_s, self._end_s - origin.host_s)]
+        return [(self._lane, self._begin_s - origin.host_s, self._end_s - origin.host_s)]
 
     def _wait(self) -> None:
         if not self._is_done:

@@ -168,7 +168,7 @@ class _CopyEvent(_Point):
         self._device.learn(self.clock)
 
     def spans(self, origin: Origin) -> list[Span]:
-        return [Span(self.lane, self.begin_s - origin.host_s, self.since(origin))]
+        return [(self.lane, self.begin_s - origin.host_s, self.since(origin))]
 
     def conflicts(self, other: _CopyEvent) -> bool:
         """Whether it and an earlier copy touch the same memory in no order, and one writes it."""

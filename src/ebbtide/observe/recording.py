@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin
 from ebbtide.devices.process import call_weakly, watch_optimizers
 from ebbtide.errors import PolicyError
 from ebbtide.observe.memory import BEGIN, BETWEEN, OPTIMIZER, MemoryLog
@@ -100,21 +100,21 @@ class StepRecorder:
             spans = end.spans(self._origin)
         else:
             begin_s = begin.since(self._origin)
-            spans = [Span("compute", begin_s, max(begin_s, end.since(self._origin)))]
+            spans = [("compute", begin_s, max(begin_s, end.since(self._origin)))]
         layer = subject.layer
         return [
             TraceEvent(
                 what=what,
-                lane=span.lane,
-                begin_s=span.begin_s,
-                end_s=span.end_s,
+                lane=lane,
+                begin_s=begin_s,
+                end_s=end_s,
                 layer=None if layer is None else layer.index,
                 microbatch=subject.microbatch,
                 name="" if layer is None else layer.name,
                 size_bytes=subject.size_bytes,
                 kind=subject.kind,
             )
-            for span in spans
+            for lane, begin_s, end_s in spans
         ]
 
 
