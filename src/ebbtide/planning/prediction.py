@@ -266,14 +266,19 @@ class CopyQueues:
 
     def _run_once(self, limit_s: float) -> None:
         """Run to the next moment at which a copy ends or its bytes begin to move."""
-        move = [bool(queue) and queue[0].latency_left_s <= 0 for queue in self._queues]
-        rates = self._together if all(move) else self._alone
-        heads = [(queue, rate) for queue, rate in zip(self._queues, rates, strict=True) if queue]
-        run_s = min(limit_s - self._now_s, *(queue[0].left_s(rate) for queue, rate in heads))
+        down, up = self._queues
+        both = down and up and down[0].latency_left_s <= 0 and up[0].latency_left_s <= 0
+        down_rate, up_rate = self._together if both else self._alone
+        run_s = limit_s - self._now_s
+        if down:
+            run_s = min(run_s, down[0].left_s(down_rate))
+        if up:
+            run_s = min(run_s, up[0].left_s(up_rate))
         self._now_s += run_s
-        for queue, rate in heads:
-            if queue[0].run(run_s, rate):
-                queue.popleft().end_s = self._now_s
+        if down and down[0].run(run_s, down_rate):
+            down.popleft().end_s = self._now_s
+        if up and up[0].run(run_s, up_rate):
+            up.popleft().end_s = self._now_s
 
 
 # ---- How long a step takes under a plan and what memory it needs, from arithmetic ----

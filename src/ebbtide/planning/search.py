@@ -14,7 +14,6 @@ from typing import Final
 from ebbtide.errors import BudgetError
 from ebbtide.planning.contest import (
     BY_PASS,
-    MOST_WORK,
     Change,
     Contest,
     Contestant,
@@ -48,6 +47,7 @@ _HOT, _COLD = 1e-2, 3e-4  # by which share of the step a change may make it long
 _PENALTY: Final = (
     3.0  # by which share a step counts as longer if the budget is exceeded by all of it
 )
+_MOST_CHANGED: Final = 10_000  # layers of changed plans; four times as many found no better plan
 
 
 def anneal(contest: Contest) -> None:
@@ -63,7 +63,7 @@ def anneal(contest: Contest) -> None:
     def badness(plan: Contestant) -> float:
         return plan.prediction.step_s / first_s + _PENALTY * plan.excess_bytes / limit_bytes
 
-    tries = 2 * MOST_WORK // len(contest.profile.layers)
+    tries = _MOST_CHANGED // len(contest.profile.layers)
     known, left = list(changes(contest)), list[Change]()
     for done in range(tries):
         if contest.is_late:
