@@ -22,7 +22,14 @@ from ebbtide.tools.plan_tables import Study
 H100 = Hardware.named("h100")
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+QUICK = ("fno2d", "gpt")
+"""Of an operator and of a language model, one is studied in `make test`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in BUILT_IN],
+)
 def test_every_built_in_model_can_be_studied(name: str) -> None:
     options = {}
     if "modes" in BUILT_IN[name]:
@@ -50,6 +57,7 @@ def test_llamas_have_as_many_parameters_as_published(size: str, billions: float)
     assert count / 1e9 == pytest.approx(billions, abs=0.006)
 
 
+@pytest.mark.slow
 def test_a_llama_at_8k_takes_as_long_as_its_arithmetic() -> None:
     """A block of 7b at 8,192 tokens, in bfloat16, on an H100 that does 794.5 TFLOP/s."""
     profile = Study(read_model("llama", size="7b", seq=8192), H100).profile

@@ -251,7 +251,13 @@ def test_hardly_ever_slower_than_a_dynamic_programme_that_recomputes_and_offload
 
 @pytest.mark.parametrize(
     ("gb_per_s", "share", "equal"),
-    [(2, 0.4, True), (2, 0.8, False), (5, 0.15, False), (5, 0.15, True), (25, 0.4, False)],
+    [
+        pytest.param(2, 0.4, True, marks=pytest.mark.slow),
+        (2, 0.8, False),
+        pytest.param(5, 0.15, False, marks=pytest.mark.slow),
+        (5, 0.15, True),
+        pytest.param(25, 0.4, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_thousand_layers(gb_per_s: int, share: float, equal: bool) -> None:
     profile = random_chain(1, 1000, 3)
