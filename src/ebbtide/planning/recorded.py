@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 
 from ebbtide.devices.device import Layer
@@ -32,6 +31,7 @@ from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.record import Record
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
+    address_of,
     call_after_backward,
     current_graph_task,
     tree_leaves,
@@ -613,7 +613,7 @@ class PassWatch:
         self.holds_sources = finish_copies is not None
         self._finish_copies = finish_copies or (lambda: None)
         self._find = find
-        self._held = {_address_of(each) for each in held}
+        self._held = {address_of(each) for each in held}
         # The calls that run, by their numbers, with their input tensors and the versions of these.
         self._open: list[tuple[int, list[tuple[Tensor, int]]]] = []
         self._records_calls = find is not None
@@ -721,8 +721,8 @@ class PassWatch:
         sizes: dict[int, int] = {}
         sources = []
         for tensor, version in inputs:
-            address = _address_of(tensor)
-            if address is None or address in self._held or isinstance(tensor, nn.Parameter):
+            address = address_of(tensor)
+            if not address or address in self._held or isinstance(tensor, nn.Parameter):
                 continue
             if address not in sizes:
                 record = None if self._find is None else self._find(address, version)
@@ -780,13 +780,3 @@ class PassWatch:
             self._small_bytes += size_bytes
         else:
             self._stayed.change(size_bytes, record)
-
-
-def _address_of(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's storage; None if it has none of its own."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return None

@@ -52,6 +52,7 @@ from ebbtide.runtime.stats import RecomputedLayer
 from ebbtide.runtime.torch_internals import (
     Operator,
     OwnMode,
+    address_of,
     aside,
     compute_as_without_modes,
     has_dispatch_modes,
@@ -359,16 +360,6 @@ def _flat(result: Any) -> Sequence[Any]:
     if isinstance(result, list | tuple):
         return [leaf for each in result for leaf in _flat(each)] if result else ()
     return (result,)
-
-
-def _address_of(tensor: Tensor) -> int:
-    """Return what identifies a tensor's storage; 0 if it has none of its own."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return 0
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, or an opaque tensor
-        return 0
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -728,7 +719,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         compute_as_without_modes("" if traits is None else traits.called)
         if traits is None or traits.is_view:
             return func(*args, **kwargs)
-        if traits.completes and _address_of(args[0]) not in self._slots:
+        if traits.completes and address_of(args[0]) not in self._slots:
             return func(*args, **kwargs)  # a collective from before the layer, not to be repeated
         if traits.communicates and not self._reason:
             self._reason = "exchanges data with other processes"
@@ -761,7 +752,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             for tensor in _flat(value):
                 if not isinstance(tensor, Tensor):
                     continue
-                address = _address_of(tensor)
+                address = address_of(tensor)
                 if not address:
                     self._reason = self._reason or "writes a tensor that is not plain"
                     continue
@@ -774,7 +765,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
 
     def _note_blank(self, tensor: Tensor) -> None:
         """Number memory that has no values until an operation writes it, or other code does."""
-        if _address_of(tensor):
+        if address_of(tensor):
             storage = tensor.untyped_storage()
             slot = self._number(storage)
             self._recording.begins[slot] = storage.nbytes(), tensor.device
@@ -791,7 +782,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         before = bytes_of(storage, torch.empty(0, dtype=torch.uint8, device=tensor.device)).clone()
         outer = self._recording.outer
         for each in outer:
-            if each.tensor is not None and _address_of(each.tensor) == address:
+            if each.tensor is not None and address_of(each.tensor) == address:
                 each.tensor = each.memory = _Part.of(each.tensor, slot).lay(before)
                 each.version = each.tensor._version
         begins[slot] = copied = _FromOutside(before, before, before._version)
@@ -807,7 +798,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
     def _encode(self, value: Any, operation: _Operation) -> Any:
         """Return what stands for an argument in a recording."""
         if isinstance(value, Tensor):
-            address = _address_of(value)
+            address = address_of(value)
             slot = self._find_slot(address)
             if slot is None:
                 outer = self._note_outer(value, address)
@@ -846,7 +837,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         for place, each in enumerate(results):
             if not isinstance(each, Tensor):
                 continue
-            address = _address_of(each)
+            address = address_of(each)
             if not address or address in self._slots or address in self._outer_addresses:
                 continue  # a view of an argument, or that argument
             slot = self._number(each.untyped_storage())
@@ -868,7 +859,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         """Pack a tensor that autograd saves inside the layer. This is the pack hook."""
         hooks = self._hooks
         if type(tensor) in hooks.plain_types:
-            slot = self._find_slot(_address_of(tensor))
+            slot = self._find_slot(address_of(tensor))
             if slot is not None and not self._is_written_weight(tensor, slot):
                 return self._pack_recorded(tensor, slot)
         elif hooks.consists_of_others(tensor):
@@ -930,12 +921,12 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
     def _save_outer(self, each: _FromOutside) -> Saved:
         tensor, memory = each.tensor, each.memory
         assert tensor is not None and memory is not None
-        if not _address_of(tensor):
+        if not address_of(tensor):
             return self._hooks.pack(tensor)
         # The program may change a bias before backward, which autograd would not notice.
         if tensor.nbytes <= _COPIED_BYTES and self._hooks.is_weight(tensor):
             return memory.clone(), 0, None
-        if _address_of(tensor) != _address_of(memory):
+        if address_of(tensor) != address_of(memory):
             return self._hooks.pack(memory)
         if _version_of(tensor) != each.version:  # unseen, so that backward must raise an error
             return tensor.detach(), each.version, None

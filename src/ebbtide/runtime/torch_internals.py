@@ -113,6 +113,16 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     _AUTOGRAD._unsafe_set_version_counter((tensor,), (version,))
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return what identifies a tensor's storage; 0 if it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return 0
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, or an opaque tensor
+        return 0
+
+
 def count_storage_users(tensor: torch.Tensor) -> int:
     """Return the reference count of a tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
