@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning import PlannedStep, SavedStorage, StepProfile, StorageId, keep_all
-from plan_cases import MB, make_layer, make_link, make_profile, profiles
+from ebbtide.planning import PlannedStep, StepProfile, keep_all
+from plan_cases import make_layer, make_link, make_profile, profiles
 
 
 @given(profile=profiles())
@@ -36,14 +35,6 @@ def reread(profile: StepProfile, change: Any = lambda _: None) -> StepProfile:
         return PlannedStep.load(path).profile
 
 
-def with_storages(*storages: SavedStorage, **more: Any) -> StepProfile:
-    return make_profile(make_layer(5), dataclasses.replace(make_layer(), storages=storages, **more))
-
-
-def storage(number: int = 0, size_mb: int = 5, **more: Any) -> SavedStorage:
-    return SavedStorage(number=number, size_bytes=size_mb * MB, **more)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -53,31 +44,7 @@ def storage(number: int = 0, size_mb: int = 5, **more: Any) -> SavedStorage:
         (lambda: make_profile(make_layer(forward_s=True)), "forward_s of layer 0"),
         (lambda: make_profile(make_layer(), fixed_bytes=1.5), "fixed_bytes of the step"),
         (lambda: make_profile(make_layer(), loss_s=None), "loss_s of the step"),
-        (lambda: with_storages(storage(1)), "number storages from 0"),
-        (lambda: with_storages(storage(size_mb=-1)), "size_bytes of storage 0 of layer 1"),
-        (lambda: with_storages(storage(same_as=StorageId(1, 0))), "no first save before it"),
-        (lambda: with_storages(storage(same_as=StorageId(0, 1))), "no first save before it"),
-        (lambda: with_storages(storage(size_mb=6, same_as=StorageId(0, 0))), "has 6000000 bytes"),
-        (
-            lambda: with_storages(storage(same_as=StorageId(0, 0)), storage(1, same_as=(1, 0))),
-            "name the storage that was saved first",
-        ),
-        (lambda: with_storages(storage(rebuild_s=1.0)), "both sources and rebuild_s"),
-        (lambda: with_storages(storage(sources=(StorageId(0, 0),))), "both sources and rebuild_s"),
-        (
-            lambda: with_storages(storage(sources=(StorageId(1, 0),), rebuild_s=1.0)),
-            "no first save before it",
-        ),
-        (
-            lambda: with_storages(
-                storage(same_as=StorageId(0, 0), sources=(StorageId(0, 0),), rebuild_s=1.0)
-            ),
-            "only a first save can have sources",
-        ),
-        (
-            lambda: with_storages(input_same_as=StorageId(0, 0), input_bytes=1),
-            "the input of layer 1 has 1 bytes",
-        ),
+        (lambda: make_profile(make_layer(-1)), "size_bytes of storage 0 of layer 0"),
     ],
 )
 def test_what_is_wrong_is_named(build: Any, message: str) -> None:

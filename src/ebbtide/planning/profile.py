@@ -186,8 +186,7 @@ class StepProfile:
         ahead: how the host updates weights while backward still runs; None: it does so after it.
 
     Raises:
-        PolicyError: a figure is negative or not a number, or a storage refers to one that does not
-            come before it.
+        PolicyError: a figure is negative or not a number.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -206,9 +205,10 @@ class StepProfile:
         if not isinstance(self.layers, tuple) or not self.layers:
             raise PolicyError("layers must be a tuple of at least one LayerProfile")
         _check_figures("the step", self)
-        firsts: dict[StorageId, SavedStorage] = {}
         for index, layer in enumerate(self.layers):
-            _check_layer(index, layer, firsts)
+            _check_figures(f"layer {index}", layer)
+            for storage in layer.storages:
+                _check_figures(f"storage {storage.number} of layer {index}", storage)
 
     def with_forwards(self, count: int) -> StepProfile:
         """Return the step with so many forwards before a backward. See [Note: several forwards]."""
@@ -279,48 +279,6 @@ def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage)
         whole, value = field.name.endswith("_bytes"), getattr(entry, field.name)
         if (whole or field.name.endswith("_s")) and not (value is None and field.default is None):
             check_number(f"{field.name} of {where}", value, whole=whole)
-
-
-def _check_layer(index: int, layer: LayerProfile, firsts: dict[StorageId, SavedStorage]) -> None:
-    where = f"layer {index}"
-    _check_figures(where, layer)
-    for number, storage in enumerate(layer.storages):
-        what = f"storage {number} of {where}"
-        _check_figures(what, storage)
-        if storage.number != number:
-            raise PolicyError(f"{what} has number {storage.number!r}; number storages from 0")
-        if storage.same_as is not None:
-            _check_same(what, storage.same_as, storage.size_bytes, firsts)
-        if (storage.rebuild_s is None) != (not storage.sources):
-            raise PolicyError(f"{what} must have both sources and rebuild_s, or neither")
-        for source in storage.sources:
-            if source not in firsts:
-                raise PolicyError(
-                    f"{what} has source {tuple(source)}, which is no first save before it; give "
-                    f"the storage that was saved first"
-                )
-        if storage.same_as is None:
-            firsts[StorageId(index, number)] = storage
-        elif storage.sources:
-            raise PolicyError(f"{what} is saved before; only a first save can have sources")
-    if layer.input_same_as is not None:
-        _check_same(f"the input of {where}", layer.input_same_as, layer.input_bytes, firsts)
-
-
-def _check_same(
-    what: str, same_as: StorageId, size_bytes: int, firsts: dict[StorageId, SavedStorage]
-) -> None:
-    first = firsts.get(same_as)
-    if first is None:
-        raise PolicyError(
-            f"{what} is the same as {tuple(same_as)}, which is no first save before it; name the "
-            f"storage that was saved first"
-        )
-    if first.size_bytes != size_bytes:
-        raise PolicyError(
-            f"{what} has {size_bytes} bytes, and {tuple(same_as)}, which is the same memory, has "
-            f"{first.size_bytes}"
-        )
 
 
 def _repeated(layer: LayerProfile, count: int) -> LayerProfile:
