@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 from hypothesis import strategies as st
@@ -19,6 +22,7 @@ from ebbtide.planning import (
     LayerPlan,
     LayerProfile,
     Plan,
+    PlannedStep,
     SavedStorage,
     StepProfile,
     StepTiming,
@@ -470,3 +474,18 @@ def _promising(states: _States, hardware: Hardware, room_bytes: int) -> _States:
         if counts[group] <= _ALIKE:
             best[state] = states[state]
     return best
+
+
+def reread(step: PlannedStep, change: Callable[[Any], object] = lambda _: None) -> PlannedStep:
+    """Save a step and load it again, after a change of what the file has."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        step.save(path)
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+        return PlannedStep.load(path)
+
+
+def planned(plan: Plan, profile: StepProfile) -> PlannedStep:
+    return PlannedStep(plan=plan, profile=profile, hardware=make_link(1.0), budget_bytes=0)

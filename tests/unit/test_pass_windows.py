@@ -35,7 +35,17 @@ from ebbtide.planning.prediction import Predictor
 from ebbtide.runtime.transfers import Offloads
 from ebbtide.stores import PinnedStore
 from loops import on_device
-from plan_cases import MB, fake_profile, links, make_layer, make_link, make_profile, profiles
+from plan_cases import (
+    MB,
+    fake_profile,
+    links,
+    make_layer,
+    make_link,
+    make_profile,
+    planned,
+    profiles,
+    reread,
+)
 from test_planning_search import MANY
 
 KEEP, OFFLOAD, REBUILD = Decision
@@ -140,7 +150,7 @@ def test_a_plan_with_open_windows_fits_wherever_it_fits_with_closed_ones(
 
 def test_a_plan_is_read_with_its_windows() -> None:
     plan = dataclasses.replace(CLOSED, windows=tuple(range(9)))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert reread(planned(plan, FOUR)).plan == plan
 
 
 def test_windows_of_another_profile_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from ebbtide.planning import (
     rule_plans,
 )
 from ebbtide.units import format_size
-from plan_cases import MB, make_layer, make_link, make_profile
+from plan_cases import MB, make_layer, make_link, make_profile, planned, reread
 
 KEEP, OFFLOAD, REBUILD = Decision
 
@@ -33,10 +33,8 @@ def make_plan() -> Plan:
 
 
 def test_text_round_trip() -> None:
-    plan = make_plan()
-    assert Plan.from_json(plan.to_json()) == plan
-    unpredicted = Plan(layers=plan.layers)
-    assert Plan.from_json(unpredicted.to_json()) == unpredicted
+    for plan in (make_plan(), Plan(layers=make_plan().layers)):
+        assert reread(planned(plan, make_profile(make_layer()))).plan == plan
 
 
 def test_the_gap_is_a_share_of_the_bound() -> None:
@@ -52,10 +50,11 @@ def test_the_gap_is_a_share_of_the_bound() -> None:
     [("mode", "sometimes"), ("decisions", ["lose"]), ("decisions", None)],
 )
 def test_what_is_not_known_is_refused(key: str, value: object) -> None:
-    content = json.loads(make_plan().to_json())
-    content["plan"]["layers"][0][key] = value
+    def change(content: Any) -> None:
+        content["step"]["plan"]["layers"][0][key] = value
+
     with pytest.raises(PolicyError):
-        Plan.from_json(json.dumps(content))
+        reread(planned(make_plan(), make_profile(make_layer())), change)
 
 
 # ---- plans made by hand --------------------------------------------------------------------------

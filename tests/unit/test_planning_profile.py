@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning import PlannedStep, StepProfile, keep_all
-from plan_cases import make_layer, make_link, make_profile, profiles
+from ebbtide.planning import StepProfile, keep_all
+from plan_cases import make_layer, make_profile, planned, profiles, reread
+
+ONE_LAYER = make_profile(make_layer(1))
 
 
 @given(profile=profiles())
 @settings(deadline=None, max_examples=50)
 def test_text_round_trip(profile: StepProfile) -> None:
-    assert reread(profile) == profile
-
-
-def reread(profile: StepProfile, change: Any = lambda _: None) -> StepProfile:
-    """Read the profile in the file of a plan, whose content was changed."""
-    step = PlannedStep(
-        plan=keep_all(profile), profile=profile, hardware=make_link(1.0), budget_bytes=0
-    )
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "plan.json")
-        step.save(path)
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-        return PlannedStep.load(path).profile
+    assert reread(planned(keep_all(profile), profile)).profile == profile
 
 
 @pytest.mark.parametrize(
@@ -89,4 +74,4 @@ def profile_in(content: Any) -> Any:
 )
 def test_text_that_is_no_profile_is_refused(change: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
-        reread(make_profile(make_layer(1)), change)
+        reread(planned(keep_all(ONE_LAYER), ONE_LAYER), change)

@@ -17,19 +17,6 @@ from ebbtide.errors import PolicyError
 T = TypeVar("T")
 
 
-def write_document(form: str, version: int, key: str, entry: Mapping[str, Any]) -> str:
-    """Return a JSON document that `read_document` reads.
-
-    Args:
-        form: what its "format" is to be.
-        version: what its "version" is to be.
-        key: the key of the object.
-        entry: the object, such as what `dataclasses.asdict` gives.
-    """
-    content = {"format": form, "version": version, key: entry}
-    return json.dumps(content, allow_nan=False, default=lambda each: each.value)
-
-
 def read_document(text: str, form: str, version: int, key: str, advice: str) -> dict[str, Any]:
     """Return the object under one key of a JSON document of a known format and version.
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, final
-
-from ebbtide.planning.documents import read_as, read_document, write_document
-
-FORMAT: Final = "ebbtide-plan"
-VERSION: Final = 1
+from typing import final
 
 
 class LayerMode(Enum):
@@ -82,19 +77,6 @@ class Plan:
         if self.step_s <= self.bound_s:
             return 0.0
         return (self.step_s - self.bound_s) / self.bound_s if self.bound_s else float("inf")
-
-    def to_json(self) -> str:
-        """Return the plan as text that `from_json` reads."""
-        return write_document(FORMAT, VERSION, "plan", dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote.
-
-        Raises:
-            PolicyError: the text is something else, or has a mode or decision that is not known.
-        """
-        return read_as(cls, read_document(text, FORMAT, VERSION, "plan", "plan again"))
 
     @property
     def has_weights_on_host(self) -> bool:

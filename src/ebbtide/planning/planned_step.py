@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -10,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from ebbtide.planning.documents import read_as, read_document, write_document
+from ebbtide.planning.documents import read_as, read_document
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import CautiousTiming
@@ -72,7 +73,8 @@ class PlannedStep:
         """
         entry = dataclasses.asdict(self)
         saved = {name: entry[name] for name in ("plan", "profile", "hardware", "budget_bytes")}
-        Path(path).write_text(write_document(FORMAT, VERSION, "step", saved))
+        content = {"format": FORMAT, "version": VERSION, "step": saved}
+        Path(path).write_text(json.dumps(content, allow_nan=False, default=lambda each: each.value))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PlannedStep:

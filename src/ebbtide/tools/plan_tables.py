@@ -413,7 +413,7 @@ def origin(hardware: Hardware) -> str:
 # ---- One study as `ebbtide plan` asks for it, and the files that it writes ----
 
 FORMAT: Final = "ebbtide-plan-study"
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 def run_plan(
@@ -486,10 +486,10 @@ def as_document(study: Study) -> str:
             for row_bytes, plan in study.rows.items()
         ],
         "rules": {name: _entry(study, study.rule(name, study.budget_bytes)) for name in RULES},
-        "plan": None if chosen is None else json.loads(chosen.to_json()),
+        "plan": None if chosen is None else dataclasses.asdict(chosen),
         "prediction": None if chosen is None else study.predict(chosen)._asdict(),
     }
-    return json.dumps(content, indent=1, allow_nan=False)
+    return json.dumps(content, indent=1, allow_nan=False, default=lambda each: each.value)
 
 
 def _entry(study: Study, plan: Plan | None) -> dict[str, Any]:
