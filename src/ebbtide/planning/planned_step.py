@@ -112,8 +112,9 @@ class PlannedStep:
         yield self._state
         for name, size, step in (("", "peak", "step"), *self._costs()):
             yield f"{name:<12} {size:>11} {step:>12}"
-        if self.plan.gap is not None:
-            yield self._gap()
+        if (gap := self.plan.gap) is not None:
+            bound = _seconds(self.plan.bound_s)
+            yield f"No plan within the budget has a step below {bound}: a gap of {gap:.1%}."
         if self.plan.has_weights_on_host:
             yield self._weights()
         yield from self._table()
@@ -152,13 +153,6 @@ class PlannedStep:
             for name, cost in found.items()
             if cost is not None
         ]
-
-    def _gap(self) -> str:
-        """Say how far the plan may be from the best one; nothing if that is not known."""
-        if self.plan.gap is None:
-            return ""
-        bound = _seconds(self.plan.bound_s)
-        return f"No plan within the budget has a step below {bound}: a gap of {self.plan.gap:.1%}."
 
     def _table(self) -> Iterator[str]:
         heads = "".join(f"{each.value:>{_SIZE_WIDTH}}" for each in Decision)
