@@ -1,4 +1,7 @@
-"""Corrects a profile's memory by what was measured, position by position."""
+"""Plans one kind of step to a budget, from its first measured step until the plan settles.
+
+Before `BudgetStudy` comes `Corrections`: what was measured of a step's memory beyond its profile.
+"""
 
 from __future__ import annotations
 

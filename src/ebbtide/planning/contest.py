@@ -1,4 +1,4 @@
-"""The choices that a plan consists of, as the search changes them."""
+"""What the search is made of: choices, their changes, plans made by hand, and the best so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Which storages a plan puts into memory, from which pass until which pass."""
+"""Predicts what a step costs under a plan: its seconds, and its memory pass by pass.
+
+Before the prediction come the uses of memory under a plan, and the link, in virtual time; after it
+what is slower than measured, and the windows that a plan has room for.
+"""
 
 from __future__ import annotations
 

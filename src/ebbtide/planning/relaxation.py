@@ -1,4 +1,4 @@
-"""Keeps a line that SciPy's solver prints past Python out of a training script's output."""
+"""Bounds all plans within a budget by a linear programme, whose optimum guides the search."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple, final
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import PlanBudget, StorageUses
 from ebbtide.planning.profile import LayerProfile, StepProfile
+
+# ---- Keeps a line that the solver prints past Python out of a training script's output ----
 
 _STRAY: Final = b"HighsMipSolverData::"  # how the solver's line begins
 _LOCK: Final = threading.Lock()

@@ -1,4 +1,8 @@
-"""Finds the modules that are a model's layers, and numbers their calls in each forward."""
+"""Finds the modules that are a model's layers, and numbers their calls in each forward.
+
+`match_layers` takes those that the user names, `find_layers` finds the blocks of a model, and
+`covering_layers` those of a plan. `LayerTracker` numbers the calls.
+"""
 
 from __future__ import annotations
 

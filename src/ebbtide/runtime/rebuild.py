@@ -1,4 +1,8 @@
-"""Handles on recorded storages: they stand for saved tensors in the graph and restore them."""
+"""Decides what becomes of a storage that autograd saves, and stands for it in the graph.
+
+First come the handles of recorded storages, and what finds saved tensors that backward can compute
+again from others; `Placement` is the decision.
+"""
 
 from __future__ import annotations
 

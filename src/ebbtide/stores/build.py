@@ -1,4 +1,4 @@
-"""A store that uses host memory as far as it suffices, and disk for the rest.
+"""Builds the store for a device and a user's setting. One of them has both host memory and disk.
 
 The tensors that a step offloads first are reloaded last, so these should be on the slower tier. How
 many bytes do not fit in host memory is known only after a whole step: the first step that exceeds

@@ -1,4 +1,4 @@
-"""Slabs of host memory in exact sizes.
+"""The store in page-locked host memory, in slabs of exact sizes.
 
 [Note: exact slabs] The first step takes memory in large slabs, because it cannot know what comes,
 and page-locking is slow. When that step is over, the next cuts every slab down to what was reached

@@ -1,4 +1,7 @@
-"""A best-fit allocator of exact-size extents in a growing range of bytes."""
+"""The interface of stores, which keep bytes in host memory or on disk and copy them back.
+
+Before it comes the allocator that stores share: best fit, extents of exact sizes.
+"""
 
 from __future__ import annotations
 

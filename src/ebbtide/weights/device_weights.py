@@ -1,4 +1,8 @@
-"""Decides which weight groups are on the device, in which buffers, and which is prefetched next."""
+"""Offloaded weights of a model on an accelerator, of which one or two groups are there at a time.
+
+First come the handles that autograd's graph holds instead of weights. `DeviceWeights` decides which
+groups are on the device, in which buffers, and which is prefetched next.
+"""
 
 from __future__ import annotations
 

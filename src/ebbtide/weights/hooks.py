@@ -1,4 +1,8 @@
-"""Finds the parts of a model whose weights are copied together, and checks that they can be."""
+"""What offloaded weights are on an accelerator and on a CPU alike, and those of a CPU, in files.
+
+First come the units of a model whose weights are copied together. `AbstractWeights` hooks their
+modules; `MappedWeights` is the kind for a CPU. The other is in `device_weights.py`.
+"""
 
 from __future__ import annotations
 
