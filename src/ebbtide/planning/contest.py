@@ -343,10 +343,6 @@ def busy_s(profile: StepProfile) -> float:
 
 # ---- Changes of one layer or one storage ----
 
-MOST_WORK: Final = 20_000
-"""Number of layers that are looked at in all, over all predictions; it takes about a second."""
-
-
 Change = tuple[int | None, bool, tuple[tuple[int, Decision], ...], int | None]
 """The layer to be recomputed or not, whether it is, the pieces' decisions, the bound in flight."""
 
@@ -393,6 +389,9 @@ def changes(contest: Contest) -> Iterator[Change]:
 # ---- Takes back what a plan offloads without need ----
 
 
+_MOST_SPARED: Final = 20_000  # layers of all plans that are looked at, which takes about a second
+
+
 def spare(contest: Contest, best: Contestant) -> Contestant:
     """Keep what a plan moves although it fits and takes no longer without.
 
@@ -411,7 +410,7 @@ def spare(contest: Contest, best: Contestant) -> Contestant:
         number for number, each in enumerate(best.choices.decisions) if each is Decision.OFFLOAD
     ]
     groups = deque([pieces[::-1]])
-    for _ in range(MOST_WORK // len(contest.profile.layers)):
+    for _ in range(_MOST_SPARED // len(contest.profile.layers)):
         if not groups or contest.is_late:
             break
         group, changed = groups.popleft(), best.choices.copy()
