@@ -261,9 +261,7 @@ def _traits_of(function: Any) -> _Traits | None:
 # ---- One operation of a recording, and where its tensors are
 
 
-@final
-@dataclass(slots=True, frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A tensor in a storage that the recording numbers: all of a tensor but its memory."""
 
     slot: int
