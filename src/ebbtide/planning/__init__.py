@@ -3,7 +3,7 @@
 from ebbtide.planning.contest import keep_all, offload_first, rule_plans
 from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import (
     CautiousTiming,
@@ -15,6 +15,7 @@ from ebbtide.planning.prediction import (
 )
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepAhead, StepProfile, StorageId
 from ebbtide.planning.search import search
+from ebbtide.runtime.handles import Decision
 
 __all__ = [
     "CautiousTiming",

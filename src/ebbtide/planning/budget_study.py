@@ -17,7 +17,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.contest import offload_or_rebuild, with_weights
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost
 from ebbtide.planning.prediction import (
     CautiousTiming,
@@ -36,6 +36,7 @@ from ebbtide.planning.recorded import (
 )
 from ebbtide.planning.relaxation import everywhere
 from ebbtide.planning.search import find_frugal, search
+from ebbtide.runtime.handles import Decision
 from ebbtide.units import format_size
 
 _AGAIN: Final = "again"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import (
     PlanBudget,
     Prediction,
@@ -19,6 +19,7 @@ from ebbtide.planning.prediction import (
 )
 from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.relaxation import Relaxation, Resting, nowhere
+from ebbtide.runtime.handles import Decision
 
 BY_PASS: Final = -1
 """In the place of a bound on bytes in flight: each pass has what it has room for."""

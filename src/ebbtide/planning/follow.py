@@ -11,22 +11,16 @@ from typing import final
 from torch import nn
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import StorageUses, backward_groups
 from ebbtide.planning.profile import StepProfile
 from ebbtide.policy import ActivationPolicy, refuse
-from ebbtide.runtime import handles as records
 from ebbtide.runtime.activations import PassWindows, Window
 from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.handles import Decision
 from ebbtide.runtime.rebuild import PlannedLayers
 from ebbtide.units import few
-
-_DECISIONS = {
-    Decision.KEEP: records.KEEP,
-    Decision.OFFLOAD: records.OFFLOAD,
-    Decision.REBUILD: records.REBUILD,
-}
 
 
 def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
@@ -38,14 +32,14 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
     """
     uses = StorageUses(profile)
     chosen = uses.under(plan).decisions
-    decisions: dict[tuple[int | None, int], records.Decision] = {}
+    decisions: dict[tuple[int | None, int], Decision] = {}
     recomputed, kept_inputs = set(), set()
     calls = outside = 0  # numbers of the next call, and of the next storage outside layers
     for index, (layer, planned) in enumerate(zip(profile.layers, plan.layers, strict=True)):
         call, first = (None, outside) if layer.between else (calls, 0)
         if planned.mode is LayerMode.AS_IS:
             for piece, storage in zip(uses.saves[index], layer.storages, strict=True):
-                decisions[call, first + storage.number] = _DECISIONS[chosen[piece]]
+                decisions[call, first + storage.number] = chosen[piece]
         else:
             recomputed.add(calls)
             source, keeps = uses.inputs[index], planned.mode is LayerMode.RECOMPUTE

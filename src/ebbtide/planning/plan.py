@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
+from ebbtide.runtime.handles import Decision
+
 
 class LayerMode(Enum):
     """How a layer runs."""
@@ -14,14 +16,6 @@ class LayerMode(Enum):
     AS_IS = "as is"
     RECOMPUTE = "recompute"  # its input stays on the device
     RECOMPUTE_OFFLOAD = "recompute+offload"  # its input is offloaded
-
-
-class Decision(Enum):
-    """What becomes of a storage that a layer saves."""
-
-    KEEP = "keep"
-    OFFLOAD = "offload"
-    REBUILD = "rebuild"
 
 
 @final

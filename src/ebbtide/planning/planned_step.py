@@ -13,9 +13,10 @@ from typing import Final, NamedTuple, final
 
 from ebbtide.planning.documents import read_as, read_document
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import CautiousTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.runtime.handles import Decision
 from ebbtide.units import format_seconds, format_size, text_block
 
 FORMAT: Final = "ebbtide-planned-step"

@@ -16,8 +16,9 @@ from typing import Final, NamedTuple, final
 from ebbtide.errors import PolicyError
 from ebbtide.planning.documents import check_number
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
+from ebbtide.runtime.handles import Decision
 
 NOBODY: Final = -1
 """Index of the layer that saves a storage which no layer saves."""

@@ -23,11 +23,11 @@ from ebbtide.errors import PolicyError
 from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.prediction import StepTiming, StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
-from ebbtide.runtime.handles import StorageRecord
+from ebbtide.runtime.handles import Decision, StorageRecord
 from ebbtide.runtime.record import Record
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (

@@ -20,14 +20,10 @@ _STRAY: Final = b"HighsMipSolverData::"  # how the solver's line begins
 _LOCK: Final = threading.Lock()
 
 
-class _Redirection(NamedTuple):
-    """What it takes to have C's standard output go to memory."""
-
-    libc: ctypes.CDLL
-    stdout: ctypes.c_void_p  # the variable of the C library
-    stream: int  # in memory; it is never closed, as another thread may be about to print to it
-    text: ctypes.c_void_p
-    num_bytes: ctypes.c_size_t
+_Redirection = tuple[ctypes.CDLL, ctypes.c_void_p, int, ctypes.c_void_p, ctypes.c_size_t]
+"""What it takes to have C's standard output go to memory: the C library, the variable that it
+prints to, a stream in memory, which is never closed, as another thread may be about to print to it,
+and where its text is, and how long."""
 
 
 @contextlib.contextmanager
@@ -73,7 +69,7 @@ def _prepare() -> _Redirection | None:
         stream = libc.open_memstream(ctypes.byref(text), ctypes.byref(num_bytes))
     except (AttributeError, TypeError, ValueError, OSError):
         return None
-    return _Redirection(libc, stdout, stream, text, num_bytes) if stream else None
+    return (libc, stdout, stream, text, num_bytes) if stream else None
 
 
 # ---- Minimizes linear costs under linear rows, with SciPy's HiGHS ----

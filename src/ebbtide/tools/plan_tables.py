@@ -17,13 +17,14 @@ from rich.console import RenderableType
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.contest import inflight_choices, rule_plans
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepAhead
 from ebbtide.planning.relaxation import everywhere, nowhere
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.policy import parse_number
+from ebbtide.runtime.handles import Decision
 from ebbtide.runtime.layers import covering_layers, match_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.layout import columns, indented, labelled, render
