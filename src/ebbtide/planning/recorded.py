@@ -177,18 +177,6 @@ _LEAST_SHARE: Final = 0.3  # of a pass that is taken to be computing, whatever c
 _FASTEST: Final = 1e13  # bytes per second; a copy that only maps pages takes no time
 
 
-class _Passes(NamedTuple):
-    """Seconds of a layer's passes; None for a second forward that is not known."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float | None
-
-    @property
-    def second_forward_s(self) -> float:
-        return self.forward_s if self.recompute_s is None else self.recompute_s
-
-
 def with_weight_bytes(
     profile: StepProfile, sizes: Mapping[str, WeightBytes], hardware: Hardware
 ) -> StepProfile:
@@ -240,36 +228,34 @@ def measured_profile(
     calls = [index for index, each in enumerate(profile.layers) if not each.between]
     if not all(call in measured["forward"] for call in range(len(calls))):
         return profile
-    before = [_Passes(each.forward_s, each.backward_s, each.recompute_s) for each in profile.layers]
     recomputed = [each.mode is not LayerMode.AS_IS for each in plan.layers]
     rebuild_x = _rebuild_factor(profile, plan, rebuilding_s)
-    passes = list(before)
+    layers = list(profile.layers)
     gaps = _gaps(trace.events, len(calls))
     for call, index in enumerate(calls):
-        passes[index] = _of_call(before[index], measured, call, recomputed=recomputed[index])
-        if call in gaps and profile.layers[index + 1].between:
+        layers[index] = _of_call(layers[index], measured, call, recomputed=recomputed[index])
+        if call in gaps and layers[index + 1].between:
             # The backward of the work after a layer is measured with that of the next one.
-            passes[index + 1] = _Passes(gaps[call], 0.0, None)
-    passes_s = sum(each.forward_s + each.backward_s for each in passes)
+            layers[index + 1] = dataclasses.replace(
+                layers[index + 1], forward_s=gaps[call], backward_s=0.0, recompute_s=None
+            )
+    passes_s = sum(each.forward_s + each.backward_s for each in layers)
     passes_s += sum(
-        each.second_forward_s for each, again in zip(passes, recomputed, strict=True) if again
+        each.second_forward_s for each, again in zip(layers, recomputed, strict=True) if again
     )
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
     rest_s = max(0.0, step_s - passes_s - rebuilding_s - waited_s)
     copy_cost_s = copied_bytes(profile, plan) * (hardware.copy_cost_s_per_byte or 0.0)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
-    passes = [_lowest([each], share) for each in passes]
+    layers = [_shortest([each], share) for each in layers]
     if lowest:
-        passes = [_lowest(each) for each in zip(passes, before, strict=True)]
+        layers = [_shortest(each) for each in zip(layers, profile.layers, strict=True)]
         rebuild_x = min(rebuild_x, 1.0)
     if alike:
-        passes = _equally_long(passes, profile.layers)
+        layers = _equally_long(layers)
     update_byte_s = _update_byte_s(trace.events)
-    layers = tuple(
-        _with_seconds(layer, each, rebuild_x, update_byte_s)
-        for layer, each in zip(profile.layers, passes, strict=True)
-    )
-    found = dataclasses.replace(profile, layers=layers, before_s=0.0, loss_s=0.0, after_s=0.0)
+    known = tuple(_with_others(each, rebuild_x, update_byte_s) for each in layers)
+    found = dataclasses.replace(profile, layers=known, before_s=0.0, loss_s=0.0, after_s=0.0)
     update_s = StepTiming(found, hardware).predict(plan).exposed_update_s
     after_s = max(0.0, rest_s - update_s)
     return dataclasses.replace(found, after_s=min(after_s, profile.after_s) if lowest else after_s)
@@ -284,9 +270,10 @@ def _update_byte_s(events: Iterable[TraceEvent]) -> float | None:
     return sum(each.duration_s for each in steps if each.size_bytes) / size_bytes
 
 
-def _with_seconds(
-    layer: LayerProfile, passes: _Passes, rebuild_x: float, update_byte_s: float | None
+def _with_others(
+    layer: LayerProfile, rebuild_x: float, update_byte_s: float | None
 ) -> LayerProfile:
+    """Return a layer with the seconds of rebuilding, and of the host's updates if measured."""
     storages = tuple(
         each
         if each.rebuild_s is None
@@ -296,48 +283,54 @@ def _with_seconds(
     update_s = layer.host_update_s
     if update_byte_s is not None and layer.gradient_bytes:
         update_s = update_byte_s * layer.gradient_bytes * layer.update_bytes / layer.ahead_bytes
-    return dataclasses.replace(layer, storages=storages, host_update_s=update_s, **passes._asdict())
+    return dataclasses.replace(layer, storages=storages, host_update_s=update_s)
 
 
 def _of_call(
-    before: _Passes, measured: Mapping[str, Mapping[int, float]], call: int, *, recomputed: bool
-) -> _Passes:
-    """Return the seconds of a call; what was not measured stays."""
-    passes = before._replace(forward_s=measured["forward"][call])
+    layer: LayerProfile, measured: Mapping[str, Mapping[int, float]], call: int, *, recomputed: bool
+) -> LayerProfile:
+    """Return a layer with the seconds of its call; what was not measured stays."""
+    layer = dataclasses.replace(layer, forward_s=measured["forward"][call])
     again_s = 0.0
     if recomputed:
-        again_s = measured["recompute"].get(call, passes.second_forward_s)
-        passes = passes._replace(recompute_s=again_s)
+        again_s = measured["recompute"].get(call, layer.second_forward_s)
+        layer = dataclasses.replace(layer, recompute_s=again_s)
     backward_s = measured["backward"].get(call)
     if backward_s is None:
-        return passes
-    return passes._replace(backward_s=max(0.0, backward_s - again_s))
+        return layer
+    return dataclasses.replace(layer, backward_s=max(0.0, backward_s - again_s))
 
 
-def _lowest(measured: Sequence[_Passes], share: float = 1.0) -> _Passes:
-    """Return the lowest of several measurements each, or this share of them."""
-    again = [each.recompute_s for each in measured if each.recompute_s is not None]
-    return _Passes(
-        share * min(each.forward_s for each in measured),
-        share * min(each.backward_s for each in measured),
-        share * min(again) if again else None,
+def _shortest(layers: Sequence[LayerProfile], share: float = 1.0) -> LayerProfile:
+    """Return the first layer with the fewest seconds of all of them, or this share of them."""
+    again = [each.recompute_s for each in layers if each.recompute_s is not None]
+    return dataclasses.replace(
+        layers[0],
+        forward_s=share * min(each.forward_s for each in layers),
+        backward_s=share * min(each.backward_s for each in layers),
+        recompute_s=share * min(again) if again else None,
     )
 
 
-def _equally_long(passes: Sequence[_Passes], layers: Sequence[LayerProfile]) -> list[_Passes]:
-    """Return the lowest seconds of the layers that are alike.
+def _equally_long(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+    """Return the layers, of which those that are alike have the fewest seconds of all of these.
 
     Alike are layers that save as much, and whose names differ in a number, as those of a list do. A
     forward takes no longer than when it runs again, which is with nothing to offload.
     """
-    groups: dict[Hashable, list[_Passes]] = defaultdict(list)
+    groups: dict[Hashable, list[LayerProfile]] = defaultdict(list)
     likeness = [index if layer.between else _likeness(layer) for index, layer in enumerate(layers)]
-    for key, each in zip(likeness, passes, strict=True):
+    for key, each in zip(likeness, layers, strict=True):
         groups[key].append(each)
-    lowest = {key: _lowest(group) for key, group in groups.items()}
+    shortest = {key: _shortest(group) for key, group in groups.items()}
     return [
-        each._replace(forward_s=min(each.forward_s, each.second_forward_s))
-        for each in map(lowest.__getitem__, likeness)
+        dataclasses.replace(
+            layer,
+            forward_s=min(shortest[key].forward_s, shortest[key].second_forward_s),
+            backward_s=shortest[key].backward_s,
+            recompute_s=shortest[key].recompute_s,
+        )
+        for key, layer in zip(likeness, layers, strict=True)
     ]
 
 
