@@ -6,7 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from torch import nn
 
@@ -296,21 +296,15 @@ def still_in_use(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-class _Part(NamedTuple):
-    """A finding that is about what owners have at the peak."""
-
-    cause: str
-    sentence: str  # may name the {phase} of the peak
-    setting: str  # may name the {bound} on bytes in flight
-    owners: tuple[Owner, ...]
-    least: float  # share of the peak that the owners must have
-    applies: Callable[[Evidence], bool] = lambda _: True
-
+_Part = tuple[str, str, str, tuple[Owner, ...], float, Callable[[Evidence], bool]]
+"""A finding about what owners have at the peak: its cause, its sentence, which may name the {phase}
+of the peak, what to change, which may name the {bound} on bytes in flight, the owners, the share of
+the peak that they must have, and whether it applies."""
 
 _LOWER: Final = "lower ActivationPolicy(max_inflight_bytes=...) from {bound}"
 
-_PARTS: Final = (
-    _Part(
+_PARTS: Final[tuple[_Part, ...]] = (
+    (
         "late copies",
         "Copies are slower than compute here, so activations were still on the device.",
         f'{_LOWER}, which makes compute wait, or recompute: ActivationPolicy(mode="recompute")',
@@ -318,7 +312,7 @@ _PARTS: Final = (
         0.2,
         lambda evidence: not evidence.follows_schedule,
     ),
-    _Part(
+    (
         "released late",
         "The schedule releases activations after the peak.",
         "move the release of these layers to an earlier pass",
@@ -326,7 +320,7 @@ _PARTS: Final = (
         0.2,
         lambda evidence: evidence.follows_schedule,
     ),
-    _Part(
+    (
         "optimizer step",
         "Memory is highest while the optimizer steps, not while the model runs.",
         "give the optimizer foreach=False or fused=True, which need fewer temporaries, or let "
@@ -335,7 +329,7 @@ _PARTS: Final = (
         0.0,
         lambda evidence: evidence.phase == OPTIMIZER,
     ),
-    _Part(
+    (
         "loss",
         "Memory is highest while the loss is computed from the model's outputs.",
         "compute the loss in parts of the batch or sequence, or inside the model",
@@ -343,7 +337,7 @@ _PARTS: Final = (
         _SHARE,
         lambda evidence: evidence.phase == LOSS,
     ),
-    _Part(
+    (
         "one operation",
         "Most of the peak is what the operations of {phase} work on at once. No offloader can move "
         "that.",
@@ -352,7 +346,7 @@ _PARTS: Final = (
         _MOST,
         lambda evidence: evidence.phase not in (OPTIMIZER, LOSS),
     ),
-    _Part(
+    (
         "weights and state",
         "Weights, gradients and optimizer state are a large part of the peak, and activations are "
         "not.",
@@ -361,7 +355,7 @@ _PARTS: Final = (
         _MOST,
         lambda evidence: evidence.phase != OPTIMIZER and not evidence.offloads_weights,
     ),
-    _Part(
+    (
         "allocator",
         "Memory that was freed is not returned to the system, or layers pass much to each "
         "other, as skip connections do.",
@@ -379,17 +373,17 @@ _PARTS: Final = (
 
 def parts_of_peak(evidence: Evidence) -> Iterator[Finding]:
     """Owners have a large part of the peak."""
-    for part in _PARTS:
-        size_bytes = evidence.at_peak(*part.owners)
-        if part.applies(evidence) and evidence.share(size_bytes) > part.least:
+    for cause, sentence, setting, owners, least, applies in _PARTS:
+        size_bytes = evidence.at_peak(*owners)
+        if applies(evidence) and evidence.share(size_bytes) > least:
             whole = format_size(evidence.own_bytes)
-            sizes = sorted(((evidence.at_peak(owner), owner) for owner in part.owners), key=_size)
+            sizes = sorted(((evidence.at_peak(owner), owner) for owner in owners), key=_size)
             owned = [f"{format_size(size)} {owner.value}" for size, owner in sizes if size]
             yield Finding(
-                part.cause,
-                part.sentence.format(phase=_phase(evidence)),
+                cause,
+                sentence.format(phase=_phase(evidence)),
                 f"{', '.join(owned[:_LISTED])}, of the step's {whole}",
-                _setting_of(part.setting, evidence),
+                _setting_of(setting, evidence),
                 size_bytes,
             )
 
