@@ -44,7 +44,7 @@ test-all: test test-slow test-seeds soft site dist versions clients  ## all of i
 
 MUTANTS_FLAGS ?=
 
-mutants: $(VENV)/.dev  ## random changes of the source, and how many of them make test notices; takes hours
+mutants: $(VENV)/.dev  ## random changes of the source, and how many of them make test notices; takes an hour
 	$(BIN)/python tests/mutants/random_mutants.py $(MUTANTS_FLAGS)
 
 VERSIONS_FLAGS ?=
