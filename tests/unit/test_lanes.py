@@ -314,6 +314,10 @@ lanes = [WorkLane(str(number)) for number in range(6)]
 for lane in lanes:
     lane.submit(work)
 defer(work)
+collected = WorkLane("collected")
+for _ in range(3):  # it is the last to end
+    collected.submit(work)
+del collected
 """
 
 
@@ -322,7 +326,7 @@ def test_work_under_way_when_the_process_ends_is_finished() -> None:
     command = [sys.executable, "-c", AT_THE_END]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("ended") == 7
+    assert done.stdout.count("ended") == 10
 
 
 SLOW_TO_FREE = """

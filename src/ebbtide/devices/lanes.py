@@ -102,7 +102,7 @@ _End = weakref.ref[Any] | None
 """After it no job comes: the lane was closed, or has been collected."""
 
 
-_WORKERS: dict[LaneEvent, weakref.ref[WorkLane]] = {}  # ends of the workers, and their lanes
+_WORKERS: dict[threading.Thread, weakref.ref[WorkLane]] = {}  # those that run, and their lanes
 _LONGEST_END_S = 60.0
 _DEFERRED: set[LaneEvent] = set()  # work of `defer` and `watch` that has not ended
 _ENDING = threading.Event()  # the process is about to end
@@ -147,17 +147,11 @@ class WorkLane(AbstractLane):
         return event
 
     def _start(self) -> None:
-        collected = weakref.ref(self, self._queue.put)
-        ended = LaneEvent()
-        arguments = self._queue, self._workers, collected, ended
+        arguments = self._queue, self._workers, weakref.ref(self, self._queue.put)
         thread = threading.Thread(target=_run_lane, args=arguments, name=self._name, daemon=True)
-        _WORKERS[ended] = weakref.ref(self)
         try:
             thread.start()
-        except BaseException as error:
-            del _WORKERS[ended]
-            if not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
             raise StoreFullError(
                 errno.EAGAIN,
                 f"the system has no thread to spare for copies ({error}). End other threads or "
@@ -182,16 +176,23 @@ class WorkLane(AbstractLane):
 def _run_lane(
     jobs: queue.SimpleQueue[_Job | _End],
     workers: list[threading.Thread],
-    collected: weakref.ref[Any],  # noqa: ARG001  # it must live as long as the thread
-    ended: LaneEvent,
+    lane: weakref.ref[WorkLane],
 ) -> None:
+    """Run the jobs of a lane in this thread.
+
+    Args:
+        jobs: the queue that the lane and its end write to.
+        workers: the lane's list of threads; see `WorkLane`.
+        lane: writes to the queue when the lane is collected, if this reference is still there then.
+    """
+    own = threading.current_thread()
+    _WORKERS[own] = lane
     try:
-        workers.append(threading.current_thread())
-        if workers[0] is threading.current_thread():
+        workers.append(own)
+        if workers[0] is own:
             _run_jobs(jobs)
     finally:
-        _WORKERS.pop(ended, None)
-        ended.finish()
+        _WORKERS.pop(own, None)
 
 
 def _run_jobs(jobs: queue.SimpleQueue[_Job | _End]) -> None:
@@ -303,9 +304,9 @@ def _drain_all() -> None:
     while _DEFERRED and time.perf_counter() < end_s:  # what was deferred can defer more
         for ended in list(_DEFERRED):
             ended.wait_until(end_s)
-    for ended, known in list(_WORKERS.items()):
+    for thread, known in list(_WORKERS.items()):
         lane = known()
         if lane is not None:
             lane.drain(end_s)
         else:  # the worker of a lane that is gone finishes its work, and ends
-            ended.wait_until(end_s)
+            thread.join(max(0.0, end_s - time.perf_counter()))
