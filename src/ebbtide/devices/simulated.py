@@ -217,7 +217,6 @@ class _Lane(AbstractLane):
         self._device = device
         self._lane = lane
         self.jobs: list[_Job] = []
-        self._count = 0
         self._busy = False
 
     def submit(
@@ -275,8 +274,7 @@ class _Lane(AbstractLane):
             self._device.working -= 1
             self._busy = False
             event.done = True
-        self._device.trace.append((self._lane, self._count))
-        self._count += 1
+        self._device.trace.append(self._lane)
         if then is not None:
             then()
 
@@ -331,7 +329,8 @@ class SimulatedDevice(AbstractDevice):
         slow_copies: the probability that a copy takes ten times as long.
         refusals: the probability that `pin` fails.
         pinned_bytes: the memory that is page-locked now.
-        trace: the lane and number of each copy or job that has run, in order.
+        trace: the lane of each copy or job that has run, in order. Each lane runs its own in the
+            order in which they were queued.
     """
 
     # Long: the checks of all its parts look at the same copies and memory.
@@ -356,7 +355,7 @@ class SimulatedDevice(AbstractDevice):
         self.known: _Clock = {}
         self.refusals = 0.0
         self.pinned_bytes = 0
-        self.trace: list[tuple[str, int]] = []
+        self.trace: list[str] = []
         self._choices = random.Random(seed)
         self._eagerness = eagerness
         self._compute = [_ComputeStream(self), _ComputeStream(self)]
@@ -517,7 +516,7 @@ class SimulatedDevice(AbstractDevice):
         copy.done = True
         copy.source.forget()
         self._queues[copy.lane].remove(copy)
-        self.trace.append((copy.lane, copy.number))
+        self.trace.append(copy.lane)
 
     def _poison(self, target: torch.Tensor) -> None:
         """Overwrite a copy's target with NaN, unless earlier copies have yet to read it."""
