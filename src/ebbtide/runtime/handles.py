@@ -404,10 +404,9 @@ class StorageRecord(Record):
             self.forward.note_stored(self.ordinal)
 
     def precedes(self, other: Record) -> bool:
-        log = self.forward
-        if not isinstance(other, StorageRecord) or log is not other.forward:
+        if not isinstance(other, StorageRecord) or self.forward is not other.forward:
             return False
-        return log.next_use(self.ordinal) < log.next_use(other.ordinal)
+        return self.forward.expects_before(self.ordinal, other.ordinal)
 
 
 # ---- What a schedule moves together ----

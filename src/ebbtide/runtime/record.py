@@ -545,13 +545,13 @@ class ForwardLog(AccessLog):
             if place < self._reloaded:
                 self._reloaded = place
 
-    def next_use(self, ordinal: int) -> int:
-        """Return the place of a record's next expected use; the order's length if there is none.
+    def expects_before(self, one: int, other: int) -> bool:
+        """Whether the next use of one record is expected before that of another.
 
-        Before backward has begun, every record's next use is at place 0.
+        Before backward has begun, no use is.
         """
-        expected = self.expected
-        return 0 if expected is None else expected.next_use(ordinal, self.place)
+        order, place = self.expected, self.place
+        return order is not None and order.next_use(one, place) < order.next_use(other, place)
 
     def next_reload(self) -> Record | None:
         """Return the live record expected soonest in backward and not yet reloaded, if any."""

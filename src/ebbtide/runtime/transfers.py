@@ -404,8 +404,8 @@ class Reloads:
 
     def note_read(self, record: Record) -> None:
         """Note that an activation's buffer is read. It is freed with one read for each handle."""
-        if record.unread == record.handles and self._own_bytes:
-            self._own_bytes = max(0, self._own_bytes - record.size_bytes)
+        if record.unread == record.handles:
+            self._own_bytes -= min(record.size_bytes, self._own_bytes)
         if record.unread:
             record.unread -= 1
         if not record.unread and not record.buffer_stays:
