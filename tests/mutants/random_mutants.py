@@ -61,7 +61,7 @@ NO_TEST = ""
 """Stands for the test that runs while the tests' files are imported."""
 
 NOTES = """
-import os
+import contextlib, os
 
 _noted = set()
 
@@ -69,9 +69,9 @@ _noted = set()
 def note(number):
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
     if (number, test) not in _noted:
-        _noted.add((number, test))
-        with open({path!r}, "a") as file:
+        with contextlib.suppress(OSError), open({path!r}, "a") as file:
             file.write(f"{{number}} {{test}}\\n")
+            _noted.add((number, test))
 """
 """A module beside the package, for the run that notes which tests come by which mutant."""
 
@@ -229,10 +229,10 @@ def run_tests(package: Path, arguments: Sequence[str], timeout_s: float | None) 
         return code, printed.read()
 
 
-def first_failure(code: int, printed: str) -> str:
-    """Return the name of the test that failed."""
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed, re.MULTILINE)
-    return failed[1] if failed else f"exit code {code}"
+def find_failures(code: int, printed: str) -> list[str]:
+    """Return the names of the tests that failed, or the exit code if none has a name."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed, re.MULTILINE)
+    return failed or [f"exit code {code}"] * bool(code)
 
 
 def find_executed(mutants: Sequence[Mutant], processes: int) -> Executed:
@@ -254,9 +254,12 @@ def find_executed(mutants: Sequence[Mutant], processes: int) -> Executed:
         workers = ("--numprocesses", str(processes), "--dist", "loadfile")
         durations = ("--durations=0", "--durations-min=0")
         code, printed = run_tests(package, (*workers, *durations, *IGNORED), None)
-        if code:
-            raise SystemExit(f"the tests fail without any change: {first_failure(code, printed)}")
         noted = [line.split(" ", 1) for line in notes.read_text().splitlines()]
+    # Tests of open files, and of what is imported, see the notes.
+    failed = find_failures(code, printed)
+    with changed_package([]) as package:
+        if failed and (failed := find_failures(*run_tests(package, failed, None))):
+            raise SystemExit(f"tests fail without any change: {' '.join(failed)}")
     seconds: defaultdict[str, float] = defaultdict(float)
     for duration, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(.*)$", printed, re.M):
         seconds[test] += float(duration)
@@ -280,7 +283,7 @@ def try_mutant(mutant: Mutant, executed: Executed) -> Outcome:
         options = ("-x", f"--timeout={TEST_TIMEOUT_S}", f"@{names}")
         code, printed = run_tests(package, options, 3 * (TEST_TIMEOUT_S + expected_s))
         duration_s = time.perf_counter() - begin_s
-    return Outcome(code != 0, round(duration_s, 1), first_failure(code, printed) if code else "")
+    return Outcome(code != 0, round(duration_s, 1), "".join(find_failures(code, printed)[:1]))
 
 
 def main() -> int:
