@@ -60,6 +60,21 @@ def test_owners_add_up_to_the_accounts_peak(policy: ebbtide.ActivationPolicy, se
     handle.detach()
 
 
+def test_weights_at_rest_are_no_memory_of_the_device() -> None:
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    device = SimulatedDevice(0)
+    weights = ebbtide.WeightPolicy(min_bytes=1)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, weights=weights, trace=True)
+    model(torch.randn(8, 16)).square().mean().backward()
+    samples = handle.trace.memory.samples
+    # Two layers at a time: a weight of 16 x 16 x 4 B, and a bias of 16 x 4 B in 512 B.
+    assert max(sample.owned.get(Owner.WEIGHTS, 0) for sample in samples) == 2 * (1024 + 512)
+    assert not any(Owner.PARAMETERS in sample.owned for sample in samples)
+    device.finish_copies()
+    handle.detach()
+
+
 def test_a_source_goes_when_its_copy_is_complete_however_much_may_be_in_flight() -> None:
     model = nn.Sequential(*[Block() for _ in range(6)])
     device = SimulatedDevice(0, eagerness=0.9)
