@@ -1232,6 +1232,27 @@ def test_detach_between_forward_and_backward() -> None:
     assert_bitwise_equal(state(model), state(plain))
 
 
+@pytest.mark.parametrize("detaches", [False, True])
+@pytest.mark.parametrize("comes", [False, True], ids=["dropped", "backward"])
+def test_a_graph_leaves_nothing_behind(comes: bool, detaches: bool) -> None:
+    model, device = Net(), SimulatedDevice(0)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, weights=WeightPolicy())
+    loss = model(batch(0))
+    if detaches:
+        handle.detach()
+    if comes:
+        loss.backward()
+    del loss
+    handle.inspect()  # notes what has died
+    device.finish_jobs()  # gives memory back
+    in_flight = handle.inspect().in_flight
+    assert in_flight.saved_tensors == 0
+    assert detaches or in_flight.host_capacity_bytes > 0
+    handle.detach()
+    assert handle.inspect().in_flight.host_capacity_bytes == 0
+
+
 def test_a_weight_changed_before_backward_is_seen() -> None:
     model = Net()
     with offloaded(model):

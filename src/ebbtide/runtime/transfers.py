@@ -510,7 +510,7 @@ class Transfers:
         live: number of saved tensors that graphs hold.
         has_more: whether a step goes on even while no graph is alive; called with the lock held.
         tidiers: called, with the lock held, before anything is tidied up. These must not keep their
-            objects alive, and neither must `has_more`.
+            objects alive before the transfers are to be closed, and neither must `has_more`.
         windows: what bounds the bytes in flight pass by pass; None if nothing does.
         running: number of forwards that run now, and of backwards that reload weights now.
         closed: whether the store has been closed.
@@ -689,6 +689,7 @@ class Transfers:
     def _close_if_idle(self) -> None:
         if self._closing and not self.live and not self.running:
             self.closed = True
+            self.tidiers.clear()
             self.store.close()
             self.offloads.retire_finished()
             self.reloads.free_abandoned()

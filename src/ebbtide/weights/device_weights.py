@@ -791,6 +791,9 @@ class DeviceWeights(AbstractWeights):
         with self._transfers.gate:
             self.note_deaths()
             self._closed = True
+            if any(group.handles for group in self.groups):
+                # Else the last saved weight would take with it whoever notes that it has died.
+                self._transfers.tidiers.append(self.note_deaths)
             for group in self.groups:
                 if not group.handles:
                     group.forget_memory()
