@@ -215,7 +215,7 @@ def test_other_public_functions() -> None:
             ebbtide.rehearse(schedule, **arguments)
     with pytest.raises(ebbtide.ScheduleError):
         ebbtide.Schedule.parse(None)
-    with pytest.raises(PolicyError):
+    with pytest.raises(PolicyError, match=r"^recipe"):
         ebbtide.register_rebuild(3)
     with pytest.raises(PolicyError):
         mark_not_offload(MODEL)

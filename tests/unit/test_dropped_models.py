@@ -163,6 +163,19 @@ def test_a_graph_that_outlives_its_model_has_its_gradients() -> None:
     assert expected is not None and x.grad is not None and torch.equal(x.grad, expected)
 
 
+def test_the_last_graph_after_detach_takes_the_store_with_it() -> None:
+    """No forward, backward or question to the handle comes any more: a thread looks after it."""
+    model, device = _model(), SimulatedDevice(0)
+    store = PinnedStore(device, slab_bytes=2**16)
+    with on_device(device, lambda: store):
+        handle = ebbtide.offload(model, activations=EVERYTHING)
+    loss = model(torch.randn(4, 32)).sum()
+    handle.detach()
+    assert store.host_capacity_bytes > 0
+    del loss
+    wait_until(lambda: store.host_capacity_bytes == 0, "the store stayed open")
+
+
 def test_the_offload_stays_in_force_without_its_handle() -> None:
     model = _model()
     told = weakref.ref(ebbtide.offload(model, activations=EVERYTHING))
