@@ -239,7 +239,7 @@ def run_tests(package: Path, arguments: Sequence[str], timeout_s: float | None) 
 
 def find_failures(code: int, printed: str) -> list[str]:
     """Return the names of the tests that failed, or the exit code if none has a name."""
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
     return failed or [f"exit code {code}"] * bool(code)
 
 
