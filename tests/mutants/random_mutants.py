@@ -171,6 +171,8 @@ def find_mutants(file: Path, source: str) -> Iterator[Mutant]:
             one, other = node.args[:2]
             if isinstance(one, ast.Starred) or isinstance(other, ast.Starred):
                 continue
+            if ast.unparse(node.func) in ("max", "min"):
+                continue  # of two numbers, in either order
             what = f"{node.lineno}: {ast.unparse(node.func)} has its first two swapped"
             edit = Edit(span(one)[0], span(other)[1], f"{text(other)}, {text(one)}")
         elif isinstance(node, ast.Constant) and type(node.value) is int:
@@ -252,7 +254,7 @@ def find_executed(mutants: Sequence[Mutant], processes: int) -> Executed:
     edits = []
     for number, mutant in enumerate(mutants):
         note = f'(__import__("mutant_notes").note({number}) or ('
-        # Of two expressions that begin or end at one place, the longer one is outside.
+        # Of notes at one place, all are made before anything is evaluated, in any order.
         edits += [(mutant.file, Edit(mutant.begin, mutant.begin, note))]
         edits += [(mutant.file, Edit(mutant.end, mutant.end, "))"))]
     with changed_package(edits) as package:
@@ -263,18 +265,19 @@ def find_executed(mutants: Sequence[Mutant], processes: int) -> Executed:
         durations = ("--durations=0", "--durations-min=0")
         code, printed = run_tests(package, (*workers, *durations, *IGNORED), None)
         noted = [line.split(" ", 1) for line in notes.read_text().splitlines()]
-    # Tests of open files, and of what is imported, see the notes.
+    # Tests of open files, and of what is imported, see the notes: every mutant runs them.
     failed = find_failures(code, printed)
     with changed_package([]) as package:
-        if failed and (failed := find_failures(*run_tests(package, failed, None))):
-            raise SystemExit(f"tests fail without any change: {' '.join(failed)}")
+        if failed and (again := find_failures(*run_tests(package, failed, None))):
+            raise SystemExit(f"tests fail without any change: {' '.join(again)}")
     seconds: defaultdict[str, float] = defaultdict(float)
     for duration, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(.*)$", printed, re.M):
         seconds[test] += float(duration)
     came_by = {(int(number), test) for number, test in noted}
-    tests: dict[str, list[str]] = {str(mutant): [] for mutant in mutants}
-    for number, test in sorted(came_by):
-        tests[str(mutants[number])].append(test)
+    tests = {
+        str(mutant): sorted({test for at, test in came_by if at == number}.union(failed))
+        for number, mutant in enumerate(mutants)
+    }
     return Executed(dict(seconds), tests)
 
 
