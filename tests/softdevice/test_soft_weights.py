@@ -416,3 +416,18 @@ def test_a_model_says_the_device_that_it_computes_on(device: torch.device) -> No
             mine(tokens, labels=tokens).loss.backward()
             mine.zero_grad()
     assert torch.equal(mine.generate(tokens, **how).cpu(), expected)
+
+
+def test_weights_that_the_program_moves_to_the_device_rest_again(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]).to(device)
+    x = torch.randn(4, 16, device=device)
+    weights = ebbtide.WeightPolicy(min_bytes=1)
+    with ebbtide.offload(model, layers=list(model), weights=weights):
+        resting = [parameter.device.type == "cpu" for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device)
+        assert not any(parameter.device.type == "cpu" for parameter in model.parameters())
+        model(x).sum().backward()
+        assert [parameter.device.type == "cpu" for parameter in model.parameters()] == resting
+        assert any(resting)
