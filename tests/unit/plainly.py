@@ -110,11 +110,13 @@ def on_simulated_device(**how: Any) -> Offload:
 EVERYTHING = ActivationPolicy(min_bytes=1, rebuild=False)
 REBUILT = ActivationPolicy(min_bytes=1)
 ONLY_REBUILT = ActivationPolicy(min_bytes=1, num_layers=0)
+RECOMPUTED = ActivationPolicy(min_bytes=1, mode="recompute+offload")
 
 ACTIVATIONS = {
     "offload": on_cpu(activations=EVERYTHING),
     "rebuild+offload": on_cpu(activations=REBUILT),
     "rebuild": on_cpu(activations=ONLY_REBUILT),
+    "recompute": on_cpu(activations=RECOMPUTED),
     "device": on_simulated_device(activations=REBUILT),
 }
 MAPPED_WEIGHTS = {

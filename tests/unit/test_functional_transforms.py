@@ -198,6 +198,28 @@ def test_autograd_functional(how: str) -> None:
     assert_same_bits(_around(use), EVERY_WAY[how])
 
 
+class _Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda block, x: x + block.second(F.dropout(block.first(x), 0.3)))
+
+
+@EVERY
+def test_several_gradients_at_once(how: str) -> None:
+    """Such a backward runs inside `vmap`, which refuses to draw random numbers."""
+
+    def use(model: nn.Module) -> Sequence[Tensor]:
+        weights, rows = list(model.parameters()), torch.eye(WIDTH)
+        results = list[Tensor]()
+        for _ in range(2):
+            y = model(batch()).sum(0)
+            one = lambda row, y=y: torch.autograd.grad(y, weights, row, retain_graph=True)  # noqa: E731
+            results += vmap(one)(rows)
+            results += torch.autograd.grad(y, weights, rows, is_grads_batched=True)
+        return results
+
+    assert_same_bits(_around(use, _Dropping), EVERY_WAY[how])
+
+
 @EVERY
 def test_dual_tensors(how: str) -> None:
     def use(model: nn.Module) -> Sequence[Tensor]:

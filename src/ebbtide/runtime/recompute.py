@@ -846,7 +846,9 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         operation.makes = tuple(made)
 
     def _note_proof(self, function: Any, args: Any) -> None:
-        key = function, *[(each.shape, each.dtype) for each in args if isinstance(each, Tensor)]
+        # Nested tensors in the strided layout have no shape; what makes them never runs again.
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        key = function, *[(None if t.is_nested else t.shape, t.dtype) for t in tensors]
         if key not in self._proven:
             self._unproven.add(key)
             self._verifies = True

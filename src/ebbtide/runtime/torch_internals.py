@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
@@ -117,6 +118,8 @@ def address_of(tensor: torch.Tensor) -> int:
     """Return what identifies a tensor's storage; 0 if it has none of its own."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return 0
+    if tensor._is_zerotensor():  # a tangent of forward-mode AD that is zero has no memory
+        return 0
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, or an opaque tensor
@@ -168,6 +171,15 @@ no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl
 
 transform_level: Final[Any] = torch._C._functorch.maybe_current_level
 """The level of the innermost transform of `torch.func` that runs; None without one."""
+
+
+_is_included: Final[Any] = torch._C._dispatch_tls_is_dispatch_key_included
+_BATCHES: Final[Any] = torch._C._parse_dispatch_key("VmapMode")
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs, or a backward of several gradients at once."""
+    return transform_level() is not None or bool(_is_included(_BATCHES))
 
 
 def has_tangents() -> bool:
@@ -304,15 +316,21 @@ def outside_modes() -> contextlib.AbstractContextManager[object]:
     """Return a block in which no mode sees the thread's operations, and inference mode is off.
 
     A selective checkpoint (`create_selective_checkpoint_contexts`) has modes that count operations,
-    and each must occur as often when it runs again.
+    and each must occur as often when it runs again. Nor is there a transform of `torch.func`, nor
+    the `vmap` in which a backward with ``is_grads_batched=True`` runs: it draws no random numbers.
     """
     is_seen = has_dispatch_modes() or torch.is_inference_mode_enabled()
-    return _without_modes() if is_seen else _AS_IT_IS
+    return _without_modes() if is_seen or is_transformed() else _AS_IT_IS
 
 
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
-    with _disable_current_modes(), torch.inference_mode(False):
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        temporarily_clear_interpreter_stack(),
+        torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_BATCHES)),
+    ):
         yield
 
 

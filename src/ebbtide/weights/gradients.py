@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, in_range
 from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
-from ebbtide.runtime.torch_internals import current_graph_task, hooks_are_enabled
+from ebbtide.runtime.torch_internals import current_graph_task, hooks_are_enabled, is_transformed
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot
 from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, WeightGroup
@@ -242,9 +242,10 @@ class Gradients:
             return gradient.to("cpu")
         plain = gradient.layout is torch.strided and gradient.numel() > 0
         checked = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        if torch.is_grad_enabled() or checked or not plain:
+        if torch.is_grad_enabled() or checked or not plain or is_transformed():
             # A gradient that is part of a graph, sparse or empty, or that anomaly detection reads
-            # as soon as it is returned: torch's own copy, which blocks.
+            # as soon as it is returned, or one of several at once, whose memory only `vmap` knows:
+            # torch's own copy, which blocks.
             return gradient.to(member.host.device)
         source = _packed_bytes(gradient, member.stride)
         with self._transfers, self._transfers.gate:
