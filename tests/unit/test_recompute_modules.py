@@ -660,6 +660,41 @@ def test_a_layer_called_where_an_error_is_handled() -> None:
             assert step(handle, model).recomputed_bytes == 2 * S
 
 
+class FeatureError(Exception):
+    """Ends a forward where the program has what it wants."""
+
+
+class Features(Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        raise FeatureError(super().forward(x).tanh())
+
+
+@each_mode
+@pytest.mark.parametrize("caught", ["in the model", "in the loop"])
+def test_backward_from_where_an_error_has_left_a_layer(mode: str, caught: str) -> None:
+    """Programs leave a forward so that they need no further than to some features."""
+
+    def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return layer(x)
+        except FeatureError as error:
+            if caught == "in the loop":
+                raise
+            return error.args[0].cos()
+
+    def backward(model: nn.Module, inputs: Any, _: Any) -> Tensor:
+        try:
+            features = model(*inputs)
+        except FeatureError as error:
+            features = error.args[0]
+        loss = features.square().mean()
+        loss.backward()
+        return loss
+
+    build = lambda: Stack(nn.ModuleList([Dropout(), Features(), Dropout()]), run_layer)  # noqa: E731
+    compare(build, policy(mode), draw, backward=backward, layers=["layers.?"])
+
+
 def test_the_hooks_of_other_code_are_not_recorded() -> None:
     """What hooks do around the forward does not belong to it."""
     model = stack(2)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -687,12 +686,14 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Note what the calling thread does from now on."""
-        self._error = sys.exc_info()[1]
         push_hooks(self.pack, restore)
         push_mode(self)
 
     def end(self, *, interrupted: bool = False) -> None:
         """Note no more of it. The layer's forward has returned, or an error has ended it.
+
+        After an error, too, backward may come: programs leave a forward by an error of their own
+        when they have the features that they want, and go on with these.
 
         Args:
             interrupted: whether it has ended without a word, as torch says nothing after Ctrl-C.
@@ -700,7 +701,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         pop_mode(self)
         remove_hooks(self.pack)
         try:
-            if not interrupted and sys.exc_info()[1] is self._error:  # torch handles no new one
+            if not interrupted:
                 self._finish()
         finally:
             self._let_go()
