@@ -338,6 +338,22 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
 
 
+@EVERY
+def test_inputs_and_buffers_made_in_inference_mode(how: str) -> None:
+    """Autograd saves none of them, but what is computed again may need them."""
+
+    def program(offload: Offload) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = Net(lambda block, x: block.second(F.gelu(block.first(x + block.table.mean(0)))))
+        with torch.inference_mode():
+            x = batch() * 2
+            for block in model.blocks:
+                block.register_buffer("table", torch.randn(2048, WIDTH))
+        return train(model, offload, x)
+
+    assert_same_bits(program, EVERY_WAY[how])
+
+
 def test_weights_made_in_inference_mode_cannot_rest() -> None:
     with torch.inference_mode():
         model = Net()

@@ -927,6 +927,8 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         # The program may change a bias before backward, which autograd would not notice.
         if tensor.nbytes <= _COPIED_BYTES and self._hooks.is_weight(tensor):
             return memory.clone(), 0, None
+        if memory.is_inference():  # no version would tell of changes, and autograd saves none
+            return self._hooks.pack(memory.clone())
         if address_of(tensor) != address_of(memory):
             return self._hooks.pack(memory)
         if _version_of(tensor) != each.version:  # unseen, so that backward must raise an error
