@@ -88,6 +88,7 @@ def test_an_error_that_plain_training_should_not_raise_is_a_fault_of_the_generat
         check_valid(program, run_program(program, "cpu", offloaded=False))
 
 
+@pytest.mark.slow
 def test_most_programs_are_not_refused() -> None:
     refused = [seed for seed in range(1, 40, 4) if check_seed(seed)[2].refused]
     assert len(refused) <= 3

@@ -71,6 +71,7 @@ def test_the_guide_of_a_command_has_every_option(command: str, page: str) -> Non
     assert not missing, f"docs/guides/{page}"
 
 
+@pytest.mark.slow
 def test_without_docstrings_there_is_no_help_and_all_else_works() -> None:
     for arguments in (["schedule", "--layers", "1/2"], ["run", "-m", "this", "--quiet"]):
         command = [sys.executable, "-OO", "-m", "ebbtide", *arguments]

@@ -150,7 +150,7 @@ def test_random_orders(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", EVERY_CLASS)
 @pytest.mark.parametrize("stages", [2, 16])
-@pytest.mark.parametrize("microbatches", [1, 64])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_each_rank_of_the_corners(name: str, stages: int, microbatches: int) -> None:
     local_stages = 1 if name in SINGLE else 2
     if name in ("Schedule1F1B", "ScheduleDualPipeV"):
