@@ -124,7 +124,7 @@ def test_a_thread_does_not_take_what_another_waits_for(
     def differentiate() -> None:
         layer = model.blocks[1][0]
         got = torch.autograd.grad(loss, [layer.weight, layer.bias], retain_graph=True)
-        found.extend(gradient.clone() for gradient in got)
+        found.extend([gradient.clone() for gradient in got])  # at once: the other thread does, too
         through.set()
 
     second = threading.Thread(target=differentiate)
