@@ -452,3 +452,13 @@ def test_a_store_closed_by_its_own_writer_finishes_what_is_queued(tmp_path: Path
     assert [slot.offloaded.failure for slot in slots] == [None, None]
     store.on_progress = None
     store.close()
+
+
+def test_a_write_into_a_resting_slot_is_there_when_it_returns(store: DiskStore) -> None:
+    slot, source = store.allocate_resting(4096), random_bytes(1000)
+    copied, readable = store.write(slot, 96, source, now())
+    assert copied.query()
+    assert readable.query()
+    assert torch.equal(slot.tensor[96:1096], source)
+    assert not slot.tensor[:96].any()
+    store.drop(slot)

@@ -181,11 +181,6 @@ class DiskStore(AbstractDiskStore):
         self._return_freed_memory(self._reader, size_bytes)
         return buffer, ready
 
-    def write(
-        self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
-    ) -> tuple[AbstractEvent, AbstractEvent]:
-        raise NotImplementedError("the gradients of a model on a CPU are made in host memory")
-
     def drop(self, slot: Slot) -> None:
         if isinstance(slot, RestingSlot):
             slot.memory.give_back()

@@ -300,7 +300,6 @@ class AbstractStore(ABC):
     def stop_reserving(self, size_bytes: int) -> None:  # noqa: B027
         """Set room aside no more, because nothing was allocated there after all."""
 
-    @abstractmethod
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
     ) -> tuple[AbstractEvent, AbstractEvent]:
@@ -315,11 +314,14 @@ class AbstractStore(ABC):
         Returns:
             The event that is reached when ``source`` has been read, and the one that is reached
             when the host can read the bytes in the slot, whose `synchronize` raises the error if
-            the write failed.
+            the write failed. A store whose device is the host has reached both when it returns.
 
         Shape:
             source: (size_bytes,), uint8.
         """
+        ready.synchronize()
+        slot.tensor.narrow(0, offset_bytes, source.numel()).copy_(source)
+        return ALREADY_REACHED, ALREADY_REACHED
 
     def note_freed(self, size_bytes: int) -> None:  # noqa: B027  # only some return memory
         """Note that bytes that stayed on the device were freed there.
