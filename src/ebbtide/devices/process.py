@@ -81,14 +81,18 @@ def watch_optimizers(before: _Told = None, after: _Told = None) -> Callable[[], 
     """Tell an object of each step of any optimizer, as long as the object lives.
 
     Args:
-        before: a method of the object, called with the optimizer and the arguments of its step.
+        before: a method of the object, called with the optimizer and the arguments of its step; or
+            a function, which is told for as long as the process lives.
         after: the same, called after the step, unless that has raised an error.
 
     Returns:
         What ends it.
     """
     number = next(_NUMBERS)
-    owner = (before or after).__self__  # type: ignore[union-attr]
+    owner = getattr(before or after, "__self__", None)
+    if owner is None:
+        OPTIMIZER_WATCHES[number] = before, after
+        return functools.partial(OPTIMIZER_WATCHES.pop, number, None)
     told = [None if each is None else call_weakly(each) for each in (before, after)]
     end = weakref.finalize(owner, OPTIMIZER_WATCHES.pop, number, None)
     end.atexit = False

@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbtide.devices.process import watch_optimizers
 from ebbtide.errors import PolicyError
@@ -258,7 +257,7 @@ def _catch_up(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _behind.discard(optimizer)  # only now: it may have been interrupted
 
 
-register_optimizer_step_pre_hook(_catch_up)
+watch_optimizers(before=_catch_up)
 
 
 def move(
