@@ -695,6 +695,28 @@ def test_backward_from_where_an_error_has_left_a_layer(mode: str, caught: str) -
     compare(build, policy(mode), draw, backward=backward, layers=["layers.?"])
 
 
+@each_mode
+def test_backward_from_where_an_interrupt_has_left_a_layer_is_refused(mode: str) -> None:
+    """What the recorder of the layer had noted by then may lack an operation."""
+    found: list[Tensor] = []
+
+    class Interrupted(Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(super().forward(x).tanh())
+            if len(found) == 1:
+                raise KeyboardInterrupt
+            return found[-1]
+
+    model = Stack(nn.ModuleList([Dropout(), Interrupted(), Dropout()]), lambda layer, x: layer(x))
+    with ebbtide.offload(model, activations=policy(mode), layers=["layers.?"]) as handle:
+        with pytest.raises(KeyboardInterrupt):
+            step(handle, model)
+        with pytest.raises(RuntimeError):
+            found[0].sum().backward()
+        step(handle, model)
+        assert step(handle, model).recomputed_bytes
+
+
 def test_the_hooks_of_other_code_are_not_recorded() -> None:
     """What hooks do around the forward does not belong to it."""
     model = stack(2)

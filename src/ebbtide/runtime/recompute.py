@@ -312,10 +312,18 @@ class _FromOutside:
     saved: Saved | None = None
 
     def find(self) -> Tensor:
-        """Return the tensor as it was when it was read."""
+        """Return the tensor as it was when it was read.
+
+        Raises:
+            RuntimeError: an interrupt has ended the forward, so that nothing was kept for backward.
+        """
         if self.saved is not None:
             return restore(self.saved)
-        assert self.memory is not None, "it is not needed"
+        if self.memory is None:
+            raise RuntimeError(
+                "backward needs what a recomputed layer has saved in a forward that Ctrl-C, or an "
+                "error that is no Exception, has ended; run the forward again"
+            )
         return self.memory
 
 
