@@ -16,7 +16,7 @@ from benchmarks.tables import CASES, tables_of
 from ebbtide.units import format_size
 
 _MOST_ROWS = 4  # longer tables are linked, so that the page can be read, but for those of
-_WHOLE = ("first-run", "settling-cpu", "settling-softdevice")
+_WHOLE = ("first-run", "overlap", "settling-cpu", "settling-softdevice")
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 
 _INTRODUCTION = """\

@@ -25,8 +25,6 @@ from benchmarks.modes import all_modes  # noqa: E402
 from benchmarks.record import RESULTS  # noqa: E402
 from benchmarks.tables import limit_of_step_s  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 
@@ -62,6 +60,7 @@ def answers(out: Path) -> dict[tuple[str, str], Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_dry_run_puts_every_job_to_every_mode(dry_run: tuple[Path, str]) -> None:
     found = answers(dry_run[0])
     assert set(found) == {(job.name, mode) for job in jobs.tiny_jobs() for mode in job.modes}
@@ -69,6 +68,7 @@ def test_the_dry_run_puts_every_job_to_every_mode(dry_run: tuple[Path, str]) -> 
     assert not [key for key, answer in found.items() if "failed" in answer]
 
 
+@pytest.mark.slow
 def test_every_mode_computes_the_same(dry_run: tuple[Path, str]) -> None:
     found = answers(dry_run[0])
     for (name, mode), answer in found.items():
@@ -78,6 +78,7 @@ def test_every_mode_computes_the_same(dry_run: tuple[Path, str]) -> None:
             assert len(answer["samples_s"]) == 2
 
 
+@pytest.mark.slow
 def test_ebbtide_says_what_it_moved(dry_run: tuple[Path, str]) -> None:
     found = answers(dry_run[0])
     for name, mode in found:
@@ -85,6 +86,7 @@ def test_ebbtide_says_what_it_moved(dry_run: tuple[Path, str]) -> None:
             assert found[name, mode]["mode"]["num_saved"] > 0, (name, mode)
 
 
+@pytest.mark.slow
 def test_a_page_can_be_made_of_them(dry_run: tuple[Path, str]) -> None:
     page = report.page(dry_run[0])
     assert "A transformer of about a billion parameters" in page
@@ -95,6 +97,7 @@ def test_a_page_can_be_made_of_them(dry_run: tuple[Path, str]) -> None:
 # What goes wrong
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_exist_is_named() -> None:
     done = run_gpu("--device", "cpu", "--only", "transformer-8192,warp")
     assert done.returncode == 2
@@ -194,6 +197,7 @@ def test_the_limit_is_compute_or_the_slower_way() -> None:
 # The measurements that need no accelerator
 
 
+@pytest.mark.slow
 def test_what_the_measurements_put_under_the_engine_has_all_that_it_asks_for() -> None:
     """A store and a device of their own: each must follow the engine's abstract classes."""
     steps = pinned._note_steps(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(64, 8), 1)
