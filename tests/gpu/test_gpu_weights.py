@@ -44,6 +44,17 @@ def train_on_host(model: nn.Module, x: Tensor, steps: int = 4) -> dict[str, Tens
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
+def test_gradients_are_where_their_copies_have_written_them(device: torch.device) -> None:
+    """In page-locked memory: autograd takes them as they are, and does not copy them again."""
+    model, x = tower(device, LAYERS), batch(device)
+    with ebbtide.offload(model, activations=None, weights=ebbtide.WeightPolicy()):
+        for _ in range(3):
+            model.zero_grad()
+            mean_square(model(x)).backward()
+            gradients = [p.grad for p in model.parameters() if p.device.type == "cpu"]
+            assert gradients and all(g is not None and g.is_pinned() for g in gradients)
+
+
 @pytest.mark.parametrize("double_buffering", [True, False])
 @pytest.mark.parametrize("activations", [None, ebbtide.ActivationPolicy(min_bytes=1)])
 def test_training_is_the_same(

@@ -204,6 +204,25 @@ def test_room_for_gradients_is_set_aside(tmp_path: Path) -> None:
         model(torch.randn(2, WIDTH))
 
 
+def test_gradients_that_the_program_keeps_need_no_room_in_the_store(tmp_path: Path) -> None:
+    """The next ones are added to them, although the store has room for one of each weight."""
+
+    def accumulate(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        for _ in range(4):
+            model(torch.randn(2, WIDTH)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = accumulate(make())
+    model, device = make(), make_device(0)
+    store = build_store(device, "host", tmp_path, 2 * LAYERS * GROUP_PAGES)
+    with offloaded(model, store, device):
+        got = accumulate(model)
+    assert len(expected) == 2 * LAYERS
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_activations_leave_the_reserve_to_gradients(tmp_path: Path) -> None:
     """Their slabs take what is left, and a forward that does not fit says so in time."""
     model, device = make(), make_device(0)

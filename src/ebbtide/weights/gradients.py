@@ -19,6 +19,7 @@ from torch.amp import grad_scaler
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, in_range
+from ebbtide.errors import StoreFullError
 from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
 from ebbtide.runtime.torch_internals import current_graph_task, hooks_are_enabled, is_transformed
 from ebbtide.runtime.transfers import Transfers
@@ -87,11 +88,14 @@ _CAST = "ToCopyBackward0"
 class GradientRecord(Record):
     """One gradient whose copy to the host is under way.
 
+    It does not hold the gradient in host memory: autograd copies a gradient that somebody else
+    refers to, and takes one as it is that nobody does. If the program lets go of it before the copy
+    has ended, the next gradient has the same memory, and its copy comes behind.
+
     Args:
         group: the weight group of its parameter.
         source: the gradient's bytes on the device.
-        target: the gradient in host memory; the record keeps it alive until the copy has ended.
-        block: the slot that contains the target.
+        block: the slot that they are copied to.
         copied: the end of the copy.
         home: the compute stream that made the gradient.
     """
@@ -102,7 +106,6 @@ class GradientRecord(Record):
         self,
         group: WeightGroup,
         source: torch.Tensor,
-        target: torch.Tensor,
         block: RestingSlot,
         copied: AbstractEvent,
         home: AbstractStream,
@@ -110,11 +113,10 @@ class GradientRecord(Record):
         super().__init__(group.layer, 0, source.numel(), OFFLOADING)
         self.source, self.home, self.slot = source, home, block
         self.offloaded = copied
-        self._target: torch.Tensor | None = target
 
     def release_source(self) -> None:
-        """Drop the record and its tensors: autograd owns the gradient's host memory from now on."""
-        self.source = self.slot = self._target = None
+        """Drop the record and its memory on the device."""
+        self.source = self.slot = None
         if self.state is not DROPPED:
             self.move_to(DROPPED)
 
@@ -230,9 +232,6 @@ class Gradients:
         Returns:
             The host memory that will contain the gradient once `move.readable` is reached.
 
-        Raises:
-            StoreFullError: the user keeps earlier gradients, and the store has no room for more.
-
         Streams:
             The copy waits for the kernels queued on the current stream.
         """
@@ -248,8 +247,11 @@ class Gradients:
             # torch's own copy, which blocks.
             return gradient.to(member.host.device)
         source = _packed_bytes(gradient, member.stride)
-        with self._transfers, self._transfers.gate:
-            return self._copy_down(move, source)
+        try:
+            with self._transfers, self._transfers.gate:
+                return self._copy_down(move, source)
+        except StoreFullError:  # the program keeps earlier gradients: those take all the room
+            return gradient.to(member.host.device)
 
     def _copy_down(self, move: _Move, source: torch.Tensor) -> torch.Tensor:
         group, member, offloads = move.group, move.member, self._transfers.offloads
@@ -263,7 +265,7 @@ class Gradients:
         copied, readable = in_range(
             "offload", group.layer, write, block, begin_bytes, source, written
         )
-        record = GradientRecord(group, source, gradient, block, copied, home)
+        record = GradientRecord(group, source, block, copied, home)
         self._transfers.account.note_offload(record)
         # Guard gradient-until-copied: a gradient's device memory is kept until its copy to the host
         # is complete. The allocator would hand the memory out again, and it would be overwritten

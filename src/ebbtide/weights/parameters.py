@@ -762,7 +762,7 @@ class WeightGroup(Record):
             The gradient, in a storage of its own, and the block that contains it.
 
         Raises:
-            StoreFullError: the user keeps earlier gradients, and the store has no room for more.
+            StoreFullError: the program keeps earlier gradients, and the store has no room for more.
         """
         number = 0
         while True:
