@@ -234,77 +234,100 @@ def test_forwards_on_two_streams(device: torch.device) -> None:
 
 
 class Branches(nn.Module):
-    """Two towers beside each other, the second on a stream of its own."""
+    """Two towers, layer by layer beside each other, the second on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.first = tower(device, num_layers=3)
-        self.second = tower(device, num_layers=3)
+        self.first, self.second = tower(device), tower(device)
         self.head = tower(device, num_layers=1)
         self.side = torch.Stream(device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         main = torch.accelerator.current_stream(x.device)
         self.side.wait_stream(main)
-        first = self.first(x)
-        with on_stream(self.side):
-            second = self.second(x)
+        first = second = x
+        for one, other in zip(self.first, self.second, strict=True):
+            first = one(first)
+            with on_stream(self.side):
+                second = other(second)
         main.wait_stream(self.side)
         return self.head(first + second)
 
 
 @needs_sleep
-def test_branches_on_two_streams(device: torch.device) -> None:
+@pytest.mark.parametrize("late", ["first", "second"])
+def test_branches_on_two_streams(late: str, device: torch.device) -> None:
     """What came back for one stream's kernels must not be reused by another before they ran."""
-    model = Branches(device)
-    x = batch(device)
-    provoke(model.first, slow=False)
-    provoke(model.second, slow=True)
+    model, x = Branches(device), batch(device)
+    layers = [*model.first, *model.second]
+    provoke(model.first, slow=late == "first")
+    provoke(model.second, slow=late == "second")
     expected = take_step(model, x)
     assert_bitwise_equal(take_step(model, x), expected)
-    with ebbtide.offload(model, activations=TIGHT) as handle:
-        for _ in range(3):
-            got = take_step(model, x)
-            finish_device(device)
-            assert_bitwise_equal(got, expected)
-        assert_at_rest(handle)
+    for _ in orders(device):
+        with ebbtide.offload(model, layers=layers, activations=TIGHT) as handle:
+            for _ in range(3):
+                got = take_step(model, x)
+                finish_device(device)
+                assert_bitwise_equal(got, expected)
+            assert_at_rest(handle)
 
 
 class ReadTwice(nn.Module):
-    """A GELU's result that two streams read, in forward and so in backward."""
+    """A GELU's result that two streams read, in forward and so in backward.
 
-    def __init__(self, device: torch.device) -> None:
+    Backward comes to the side stream first, which rebuilds or recomputes the result there, then to
+    the main one, then to the side stream again, where freed memory is spoilt.
+    """
+
+    def __init__(self, device: torch.device, late: str) -> None:
         super().__init__()
-        self.layer = tower(device, num_layers=1)
+        self.layer, self.late = tower(device, num_layers=1), late
         self.side = torch.Stream(device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         main = torch.accelerator.current_stream(x.device)
         hidden = self.layer(x)
         self.side.wait_stream(main)
+        with on_stream(self.side):
+            last = x.square()
+            last.register_hook(lambda _: spoil_free_memory(x.device))
         first = hidden.square()
         with on_stream(self.side):
             second = hidden.square()
-            # Backward comes here first, and rebuilds the GELU's result after a sleep.
-            second.register_hook(lambda _: doze(self.side))
+            if self.late == "side":
+                second.register_hook(lambda _: doze(self.side))
+        if self.late == "main":
+            first.register_hook(lambda _: doze())
         main.wait_stream(self.side)
-        return first + second
+        return first + second + last
 
 
 @needs_sleep
-def test_a_value_rebuilt_on_another_stream(device: torch.device) -> None:
-    """Backward on this stream must not read what the other stream has not rebuilt yet."""
-    model = ReadTwice(device)
-    x = batch(device)
+@pytest.mark.parametrize("late", ["side", "main"])
+@pytest.mark.parametrize("again", ["rebuilt", "recomputed"])
+def test_a_value_computed_again_on_another_stream(
+    again: str, late: str, device: torch.device
+) -> None:
+    """Backward on this stream must not read what the other stream has not computed yet.
+
+    Nor may the other stream use its memory before this one has read it.
+    """
+    model, x = nn.Sequential(ReadTwice(device, late)), batch(device)
     expected = take_step(model, x)
-    with ebbtide.offload(model, activations=replace(TIGHT, rebuild=True)) as handle:
-        for _ in range(3):
-            spoil_free_memory(device)
-            got = take_step(model, x)
-            finish_device(device)
-            assert_bitwise_equal(got, expected)
-        assert handle.stats.rebuilt_bytes == SIZE_BYTES
-        assert_at_rest(handle)
+    policy = replace(TIGHT, rebuild=True)
+    if again == "recomputed":
+        policy = replace(policy, mode="recompute")
+    for _ in orders(device):
+        with ebbtide.offload(model, layers=[model[0]], activations=policy) as handle:
+            for _ in range(3):
+                spoil_free_memory(device)
+                got = take_step(model, x)
+                finish_device(device)
+                assert_bitwise_equal(got, expected)
+            stats = handle.stats
+            assert stats.rebuilt_bytes + stats.recomputed_bytes >= SIZE_BYTES
+            assert_at_rest(handle)
 
 
 # ---- what does not hold -------------------------------------------------------------------------
