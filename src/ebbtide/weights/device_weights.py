@@ -782,7 +782,6 @@ class DeviceWeights(AbstractWeights):
         # streams of the device are empty. A stream of the program's own may be copying them
         # (``p.to(device, non_blocking=True)``): the memory would be unmapped under the copy.
         self._device.finish_other_streams()
-        self._gradients.wait()
         with self._transfers.gate:
             for group in self.groups:
                 group.drop_blocks()

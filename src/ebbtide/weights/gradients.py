@@ -6,10 +6,8 @@ scale.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -207,7 +205,6 @@ class Gradients:
     def use(self, transfers: Transfers) -> None:
         """Have these transfers queue the copies from now on. No copy is under way."""
         self._transfers = transfers
-        self._landing: deque[AbstractEvent] = deque()
 
     def link(
         self, group: WeightGroup, members: Sequence[OffloadedParameter]
@@ -272,19 +269,7 @@ class Gradients:
         # while the copy reads it.
         offloads.enqueue(record)
         move.readable[current_graph_task()] = readable
-        self._landing.append(readable)
-        while self._landing[0].query() and len(self._landing) > 1:
-            self._landing.popleft()
         return gradient
-
-    def wait(self) -> None:
-        """Wait for the copies under way."""
-        with self._transfers.gate:
-            landing = list(self._landing)
-            self._landing.clear()
-        for event in landing:
-            with contextlib.suppress(OSError):  # `_HostParameter` has raised it in backward
-                event.synchronize()
 
 
 def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
