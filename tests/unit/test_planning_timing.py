@@ -112,6 +112,18 @@ def test_copies_hide_behind_compute() -> None:
     assert got.host_peak_bytes == 20 * MB
 
 
+def test_what_is_kept_asks_for_what_comes_next() -> None:
+    """One buffer may always be brought: the last layer still has the storages that it keeps."""
+    profile = make_profile(make_layer(20), make_layer(10, 30, 1, 2), loss_s=1.0)
+    got = predict(profile, as_is(OFFLOAD), as_is(KEEP, KEEP, OFFLOAD, KEEP))
+    # B1 brings its 1 MB back and has all of its 43 MB. The 20 MB of B0 come when the 30 MB are
+    # read: the 1 MB may be there still, and the 2 MB are not.
+    assert peaks_mb(got)[3:] == [61, 20]
+    # If the last thing that it reads is what it brings back, it asks for nothing more.
+    got = predict(profile, as_is(OFFLOAD), as_is(OFFLOAD, KEEP, KEEP, KEEP))
+    assert peaks_mb(got)[3:] == [43, 20]
+
+
 def test_compute_waits_for_the_oldest_copy_beyond_the_bound() -> None:
     profile = make_profile(*[make_layer(10)] * 4)
     plan = [as_is(OFFLOAD)] * 3 + [as_is(KEEP)]

@@ -550,11 +550,11 @@ class _Run:
             if mode is not LayerMode.AS_IS:
                 working_bytes = layer.second_working_bytes + self._storages.inside_bytes[index]
             self._begin(working_bytes)
+            beside_bytes = self.peaks[-1] - self._resident_bytes
             if mode is not LayerMode.AS_IS:
                 self._now_s += layer.second_forward_s
             self._now_s += layer.backward_s
-            for piece in self._uses.saved[index]:
-                self._end(piece)
+            self._let_go(index, beside_bytes)
             if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
                 self._offload(layer.gradient_bytes, None)
                 self._gradients.append((index, self._queue[-1]))
@@ -619,6 +619,24 @@ class _Run:
             if self._uses.decisions[piece] is Decision.REBUILD:
                 self._take(piece)
                 self._now_s += self._storages.memories[piece].rebuild_s or 0.0
+
+    def _let_go(self, index: int, beside_bytes: int) -> None:
+        """Let go of what a backward pass reads, what was saved last first.
+
+        A storage that is kept asks for what comes next, too, once the pass has all that it brings
+        back. What comes may be larger than the bound, and is there beside what is still to be read.
+        """
+        saved, brought = self._uses.saved[index][::-1], self._uses.needed[index]
+        asks = (each for each in saved if self._uses.decisions[each] is Decision.KEEP)
+        asking = next((each for each in asks if not brought or each < brought[0]), None)
+        for place, piece in enumerate(saved):
+            if piece == asking:
+                self._prefetch()
+                self.peaks[-1] = max(self.peaks[-1], self._resident_bytes + beside_bytes)
+            if place:  # one operation may read two of them
+                self._end(saved[place - 1])
+        if saved:
+            self._end(saved[-1])
 
     def _end(self, piece: int) -> None:
         """Note that nothing needs a piece any more."""
