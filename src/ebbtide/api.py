@@ -215,7 +215,9 @@ def offload(
 
             planned_weights = placed if plans_weights else None
             min_bytes = engine.placement.min_bytes
-            controller = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
+            controller = BudgetController(
+                model, found.modules, engine, budget, min_bytes, weights=planned_weights
+            )
             planner = controller
         elif planned is not None:
             planner = FixedPlan(engine, planned)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -36,9 +36,9 @@ from ebbtide.weights.model_weights import ModelWeights
 #
 # [Note: kinds of steps] Two forwards are of one kind if autograd saves the same tensors in them,
 # as far as their arguments tell: types and shapes of tensors, truth values and text, the modes of
-# the modules, which parameters are trained, autocast. A number, such as the step or an annealing
-# factor, is taken to change nothing. Where it does, a step that is over the budget leads to a plan
-# that leaves room for it.
+# the modules, which layers are still the model's, which parameters are trained, autocast. A number,
+# such as the step or an annealing factor, is taken to change nothing. Where it does, a step that is
+# over the budget leads to a plan that leaves room for it.
 #
 # Shapes that change from step to step share what they can. A step with smaller tensors than a
 # planned one follows that one's plan and needs less, until its shapes have come so often that a
@@ -64,23 +64,31 @@ class Kind(NamedTuple):
     shapes: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    def of(
+        cls,
+        model: nn.Module,
+        layers: Iterable[Callable[[], nn.Module | None]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Kind:
         """Return the kind of a forward.
 
         Args:
             model: the model.
+            layers: weak references to its layers, of which the program may have replaced some.
             args: the positional arguments of the forward.
             kwargs: its keyword arguments.
         """
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        modes = hash(tuple(module.training for module in model.modules()))
+        modes = {module: module.training for module in model.modules()}
+        own = hash((*modes.values(), *(known() in modes for known in layers)))
         trained = hash(tuple(each.requires_grad for each in model.parameters()))
         device = next(model.parameters()).device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         kinds = tuple(map(_describe, leaves))
         return cls(
-            (kinds, str(structure), modes, trained, autocast),
+            (kinds, str(structure), own, trained, autocast),
             tuple(each.numel() for each in tensors),
             tuple(each.shape for each in tensors),
         )
@@ -196,6 +204,7 @@ class BudgetController:
 
     Args:
         model: the model. It is not kept alive.
+        layers: its layers. They are not kept alive.
         engine: the engine of the model.
         budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``. None:
             most of what the device has for this process. Then no error is raised.
@@ -213,6 +222,7 @@ class BudgetController:
     def __init__(
         self,
         model: nn.Module,
+        layers: Iterable[nn.Module],
         engine: Engine,
         budget: int | str | None,
         min_bytes: int,
@@ -224,6 +234,7 @@ class BudgetController:
         self._num_rested = 0  # times that all weights were told to rest
         self._placing: BudgetStudy | None = None  # the study that decides about the weights
         self._model = weakref.ref(model)
+        self._layers = [weakref.ref(layer) for layer in layers]
         self._lock = threading.Lock()  # several threads may run the model
         self._engine = engine
         self._traced = engine.is_traced
@@ -284,7 +295,7 @@ class BudgetController:
                 return  # autograd saves nothing
             if self._engine.torch_device != self._device:
                 self._begin_on(self._engine.torch_device)
-            self._begin(Kind.of(model, args, kwargs), args, kwargs)
+            self._begin(Kind.of(model, self._layers, args, kwargs), args, kwargs)
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
