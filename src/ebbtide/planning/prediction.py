@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -626,17 +627,19 @@ class _Run:
         A storage that is kept asks for what comes next, too, once the pass has all that it brings
         back. What comes may be larger than the bound, and is there beside what is still to be read.
         """
-        saved, brought = self._uses.saved[index][::-1], self._uses.needed[index]
-        asks = (each for each in saved if self._uses.decisions[each] is Decision.KEEP)
-        asking = next((each for each in asks if not brought or each < brought[0]), None)
-        for place, piece in enumerate(saved):
-            if piece == asking:
+        saved, brought = self._uses.saved[index], self._uses.needed[index]
+        if self._next_reload < len(self._reloads):
+            end, decisions = brought[0] if brought else sys.maxsize, self._uses.decisions
+            kept = [each for each in saved if each < end and decisions[each] is Decision.KEEP]
+            if kept:
+                count = saved.index(kept[-1]) + 2  # one operation may read two of them
+                for piece in saved[count:]:
+                    self._end(piece)
                 self._prefetch()
                 self.peaks[-1] = max(self.peaks[-1], self._resident_bytes + beside_bytes)
-            if place:  # one operation may read two of them
-                self._end(saved[place - 1])
-        if saved:
-            self._end(saved[-1])
+                saved = saved[:count]
+        for piece in saved:
+            self._end(piece)
 
     def _end(self, piece: int) -> None:
         """Note that nothing needs a piece any more."""
