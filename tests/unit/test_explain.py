@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -32,6 +32,15 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).sin()
+
+
+@pytest.fixture(autouse=True)
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Counts storages: what a process returns to the system depends on earlier tests."""
+    memory = LiveMemory()
+    monkeypatch.setattr("ebbtide.observe.recording.memory_of", lambda _: memory)
+    with memory:
+        yield
 
 
 def chain(length: int = 6, width: int = WIDTH) -> nn.Sequential:
@@ -147,12 +156,9 @@ def test_the_peak_is_the_optimizers_step() -> None:
         assert causes(handle.explain())[0] == "optimizer step"
 
 
-def test_the_peak_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages are counted: what a process returns to the system depends on earlier tests."""
-    live = LiveMemory()
-    monkeypatch.setattr("ebbtide.observe.recording.memory_of", lambda _: live)
+def test_the_peak_is_the_loss() -> None:
     model = nn.Sequential(*chain(4), nn.Linear(WIDTH, 8192))
-    with live, ebbtide.offload(model, trace=True, activations=POLICY) as handle:
+    with ebbtide.offload(model, trace=True, activations=POLICY) as handle:
         target = torch.randint(0, 8192, (2048,))
         for _ in range(2):
             nn.functional.cross_entropy(model(batch(2048)), target).backward()
