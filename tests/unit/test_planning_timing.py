@@ -124,6 +124,17 @@ def test_what_is_kept_asks_for_what_comes_next() -> None:
     assert peaks_mb(got)[3:] == [43, 20]
 
 
+def test_what_others_hold_stays_if_its_layer_is_recomputed() -> None:
+    """As the batch does, which the loop holds: 10 of the 30 MB that the layer saves."""
+    held = SavedStorage(number=0, size_bytes=10 * MB, may_leave=False)
+    own = SavedStorage(number=1, size_bytes=20 * MB)
+    first = dataclasses.replace(make_layer(), storages=(held, own))
+    profile = make_profile(first, make_layer(5))
+    again = LayerPlan(mode=RECOMPUTE)
+    assert peaks_mb(predict(profile, as_is(KEEP, KEEP), as_is(KEEP))) == [30, 35, 35, 35, 30]
+    assert peaks_mb(predict(profile, again, as_is(KEEP))) == [30, 15, 15, 15, 30]
+
+
 def test_compute_waits_for_the_oldest_copy_beyond_the_bound() -> None:
     profile = make_profile(*[make_layer(10)] * 4)
     plan = [as_is(OFFLOAD)] * 3 + [as_is(KEEP)]

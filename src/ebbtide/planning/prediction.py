@@ -73,7 +73,7 @@ class StorageUses:
         memories: all pieces of memory that layers save. What layers save as storages comes first.
         saves: the pieces that each layer saves if it runs as it is, by their numbers in it.
         inputs: the piece that is each layer's input; None if it has no bytes.
-        inside_bytes: size of what each layer saves beside its input.
+        inside_bytes: size of what each layer saves that can leave, beside its input.
     """
 
     def __init__(self, profile: StepProfile) -> None:
@@ -101,8 +101,20 @@ class StorageUses:
                 self.memories.append(Memory(layer.input_bytes, True, (), None))
             else:
                 self.inputs.append(None)
-        self.inside_bytes = [profile.inside_bytes(index) for index in range(len(profile.layers))]
         self._may_recompute = [layer.may_recompute for layer in profile.layers]
+        # What others hold, such as the batch, stays if its layer saves nothing, too.
+        self._staying = [
+            [
+                (each, Decision.KEEP)
+                for each in set(saves) - {source}
+                if not self.memories[each].may_leave
+            ]
+            for saves, source in zip(self.saves, self.inputs, strict=True)
+        ]
+        self.inside_bytes = [
+            profile.inside_bytes(index) - sum(self.memories[each].size_bytes for each, _ in staying)
+            for index, staying in enumerate(self._staying)
+        ]
 
     def under(self, plan: Plan) -> Uses:
         """Return the uses under a plan.
@@ -142,9 +154,9 @@ class StorageUses:
         if layer.mode is LayerMode.AS_IS:
             return list(zip(self.saves[index], layer.decisions, strict=True))
         if source is None:
-            return []
+            return self._staying[index]
         leaves = layer.mode is LayerMode.RECOMPUTE_OFFLOAD
-        return [(source, Decision.OFFLOAD if leaves else Decision.KEEP)]
+        return [(source, Decision.OFFLOAD if leaves else Decision.KEEP), *self._staying[index]]
 
     def _possible(self, piece: int, decision: Decision, first: list[int]) -> Decision:
         memory = self.memories[piece]
