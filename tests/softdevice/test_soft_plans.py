@@ -262,3 +262,5 @@ def test_a_step_with_a_replaced_layer_is_recorded_anew(device: torch.device) -> 
         train(2)
         torch.accelerator.synchronize()
         assert torch.accelerator.max_memory_allocated() <= budget_bytes
+        del model[4]  # nor do its weights rest any more
+        train(2)

@@ -114,17 +114,22 @@ class ModelWeights:
     @property
     def names(self) -> frozenset[str]:
         """The names of the layers whose weights may rest."""
-        model = self._model()
+        model, layers = self._model(), self._layers()
         if model is None or self._engine.torch_device.type == "cpu":
-            return frozenset(self._names)
+            return frozenset(layers)
         # See `leave_first`: where no other layer rests, there is nothing to place.
-        first, modules = next(model.parameters()), dict(model.named_modules())
+        first = next(model.parameters())
         return frozenset(
             name
-            for name in self._names
-            if any(modules[name].children())
-            or any(parameter is not first for parameter in modules[name].parameters())
+            for name, layer in layers.items()
+            if any(layer.children()) or any(each is not first for each in layer.parameters())
         )
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """Return those of the given layers that the model still has, by name."""
+        model = self._model()
+        modules = {} if model is None else dict(model.named_modules(remove_duplicate=False))
+        return {name: modules[name] for name in self._names if name in modules}
 
     def place(self, names: Collection[str] | None = None) -> None:
         """Let the weights of some layers rest on the host, and have all others on the device.
@@ -145,7 +150,7 @@ class ModelWeights:
             return
         self._num_placed += 1
         transfers, origin = self._engine.transfers, self._origin
-        chosen = self._names if names is None else [each for each in self._names if each in names]
+        chosen = [each for each in self._layers() if names is None or each in names]
         self._end_resting(CPU)
         if chosen:
             layers = match_layers(model, chosen)
@@ -160,11 +165,10 @@ class ModelWeights:
     def sizes(self) -> dict[str, WeightBytes]:
         """Return what the weights at rest occupy, by the name of the first layer that has them."""
         sizes: dict[str, WeightBytes] = {}
-        model, seen = self._model(), set[nn.Parameter]()
-        modules = {} if model is None else dict(model.named_modules())
+        seen = set[nn.Parameter]()
         self._movable = []
-        for name in self._names:
-            own = modules[name].named_parameters(prefix=name) if name in modules else ()
+        for name, layer in self._layers().items():
+            own = layer.named_parameters(prefix=name)
             named = {each: of for of, each in own if each in self._resting and each not in seen}
             resting = list(named)
             seen.update(named)
@@ -194,7 +198,8 @@ class ModelWeights:
 
     def _movable_parameters(self) -> list[nn.Parameter]:
         model = self._model()
-        return [] if model is None else [model.get_parameter(each) for each in self._movable]
+        every = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+        return [every[name] for name in self._movable if name in every]
 
     def overlaps(self) -> list[StepOverlap]:
         """Return what lets optimizers of the model step inside backward, if it does so now."""
