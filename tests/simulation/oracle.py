@@ -186,7 +186,7 @@ class Oracle:
         for storage in read:
             self._note_fills_are_read(storage)
         for storage in read | written:
-            self._order_as_programs_do(storage, stream)
+            self._order_as_programs_do(storage, stream, writes=storage in written)
         keys = ({storage.key for storage in storages} for storages in (read, written))
         self.launch(stream, *(mine | host for mine, host in zip(keys, blocks, strict=True)), name)
         point = self.mark(stream)
@@ -229,9 +229,12 @@ class Oracle:
             self.found += fill.spoilt
         storage.fills.clear()
 
-    def _order_as_programs_do(self, storage: Storage, stream: int) -> None:
-        points = storage.handed if storage.ours else storage.used
-        if storage.ours and stream in storage.handed:
+    def _order_as_programs_do(self, storage: Storage, stream: int, *, writes: bool) -> None:
+        # Who changes what others were handed, too, waits for their kernels, with or without an
+        # engine: a saved tensor is one for all who read it.
+        is_ours = storage.ours and not writes
+        points = storage.handed if is_ours else storage.used
+        if is_ours and stream in storage.handed:
             return
         for other, point in points.items():
             if other != stream:

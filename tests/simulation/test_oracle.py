@@ -63,8 +63,8 @@ SEEN = {
 }
 """The mutations that the sanitizer reports; docs/internals/softdevice.md names the others."""
 RARE = {
-    "chunk-up-after-copy-down": 6,
-    "chunk-after-readers": 111,
+    "chunk-up-after-copy-down": 76,
+    "chunk-after-readers": 122,
     "rebuilt-elsewhere": 525,
 }
 """Mutations that it reports in few programs, of activations: the seed of one."""
