@@ -253,7 +253,7 @@ def test_hardly_ever_slower_than_a_dynamic_programme_that_recomputes_and_offload
     ("gb_per_s", "share", "equal"),
     [
         pytest.param(2, 0.4, True, marks=pytest.mark.slow),
-        (2, 0.8, False),
+        pytest.param(2, 0.8, False, marks=pytest.mark.slow),
         pytest.param(5, 0.15, False, marks=pytest.mark.slow),
         (5, 0.15, True),
         pytest.param(25, 0.4, False, marks=pytest.mark.slow),
@@ -468,6 +468,22 @@ def test_the_same_search_gives_the_same_plan() -> None:
     budget = PlanBudget(device_bytes=timing.predict(keep_all(profile)).peak_bytes // 3)
     plans = [search(profile, hardware, budget, timing) for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+def test_no_plan_is_predicted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random changes of a step with few layers come back to the same plans."""
+    profile, predicted = random_chain(5, 3, 2), list[Plan]()
+    timing, predict = StepTiming(profile, make_link(5000)), StepTiming.predict
+    most_bytes = timing.predict(keep_all(profile)).peak_bytes
+
+    def note(timing: StepTiming, plan: Plan) -> Prediction:
+        predicted.append(plan)
+        return predict(timing, plan)
+
+    monkeypatch.setattr(StepTiming, "predict", note)
+    search(profile, make_link(5000), PlanBudget(device_bytes=most_bytes * 2 // 3), timing)
+    assert len(predicted) > 20
+    assert len(set(predicted)) == len(predicted)
 
 
 def test_a_programme_that_takes_too_long_in_whole_numbers_is_solved_in_fractions(

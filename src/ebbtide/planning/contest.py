@@ -291,9 +291,23 @@ class Contest:
         self._ends_s = None if limit_s is None else time.monotonic() + limit_s
         self.best: Contestant | None = None
         self.predictor = predictor
+        self._known: dict[tuple[object, ...], Contestant] = {}
 
     def enter(self, choices: Choices) -> Contestant:
-        """Predict a plan; it becomes the best one if it beats that."""
+        """Predict a plan; it becomes the best one if it beats that.
+
+        Random changes of a step with few layers come back to the same plans again and again, so
+        that each is predicted once.
+        """
+        key = (tuple(choices.decisions), tuple(choices.recomputed), choices.inflight_bytes)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._predict(choices)
+            if self.best is None or known.score < self.best.score:
+                self.best = known
+        return known
+
+    def _predict(self, choices: Choices) -> Contestant:
         plan = choices.plan(self.uses, self.resting)
         prediction = self.predictor.predict(plan)
         if plan.windows:
@@ -301,11 +315,7 @@ class Contest:
             plan = open_windows(plan, self.profile, self.uses, peaks, room_bytes)
             if any(plan.windows):
                 prediction = self.predictor.predict(plan)
-        excess_bytes = self.budget.excess_bytes(prediction)
-        contestant = Contestant(choices, plan, prediction, excess_bytes)
-        if self.best is None or contestant.score < self.best.score:
-            self.best = contestant
-        return contestant
+        return Contestant(choices, plan, prediction, self.budget.excess_bytes(prediction))
 
     @property
     def leader(self) -> Contestant:

@@ -16,6 +16,7 @@ needs. So the loss, when all is there that is kept, counts with the need of the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -274,11 +275,21 @@ class StepProfile:
         return sum(sizes.values())
 
 
+@functools.cache
+def _figures(kind: type) -> list[tuple[str, bool, bool]]:
+    """Return the names of figures, whether they are whole numbers, and whether they may be None."""
+    return [
+        (field.name, field.name.endswith("_bytes"), field.default is None)
+        for field in dataclasses.fields(kind)
+        if field.name.endswith(("_bytes", "_s"))
+    ]
+
+
 def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage) -> None:
-    for field in dataclasses.fields(entry):
-        whole, value = field.name.endswith("_bytes"), getattr(entry, field.name)
-        if (whole or field.name.endswith("_s")) and not (value is None and field.default is None):
-            check_number(f"{field.name} of {where}", value, whole=whole)
+    for name, whole, may_miss in _figures(type(entry)):
+        value = getattr(entry, name)
+        if not (value is None and may_miss):
+            check_number(f"{name} of {where}", value, whole=whole)
 
 
 def _repeated(layer: LayerProfile, count: int) -> LayerProfile:
