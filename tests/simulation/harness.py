@@ -534,9 +534,6 @@ def _failing_again(failed: set[int]) -> Run:
 
 def check(source: Source, knobs: Knobs | None = None) -> Simulation:
     """Simulate a program and check everything; the message of a failure names the seed."""
-    if isinstance(source, int) and knobs is None:
-        with _named(source):
-            check_failed_reads(source)
     return check_outcome(source, knobs)[1].simulation
 
 
@@ -571,6 +568,9 @@ def check_failed_reads(
 
 def check_outcome(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Watch]:
     """`check`, for those who want to know what the program did, too."""
+    if isinstance(source, int) and knobs is None:
+        with _named(source):
+            check_failed_reads(source)
     with _named(source), without_collector():
         plain, offloaded, watch = simulate(source, knobs)
         knobs = watch.simulation.knobs

@@ -15,7 +15,7 @@ from ebbtide.stores import PinnedStore
 from loops import on_device
 from weight_statements import STATEMENTS, check_statements
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "30"))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "24"))
 CHUNK = min(SEEDS, 50)
 WIDTH = 16
 

@@ -12,7 +12,7 @@ from ebbtide.stores import PinnedStore
 from loops import on_device
 from weight_programs import Tally, check_weights
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "50"))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "36"))
 CHUNK = min(SEEDS, 100)
 CONTENT = {
     "another order",

@@ -147,7 +147,7 @@ def test_a_budget_with_room_keeps_everything(memory: LiveMemory) -> None:
     handle.detach()
 
 
-@pytest.mark.parametrize("share", [0.6, 0.9])
+@pytest.mark.parametrize("share", [0.6, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_a_tight_budget_is_kept_to(memory: LiveMemory, share: float) -> None:
     """The measured peak is within the budget, and about the predicted one.
 
@@ -364,7 +364,7 @@ class LooksAtValues(Model):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
-@pytest.mark.parametrize("share", [0.6, 0.9])
+@pytest.mark.parametrize("share", [0.6, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_a_model_whose_code_looks_at_values_is_planned_from_its_first_step(
     memory: LiveMemory, share: float
 ) -> None:

@@ -99,7 +99,7 @@ def test_losses_and_weights_are_the_same_with_less_memory(tmp_path: Path) -> Non
 
 
 def test_a_budget_is_kept_and_the_plan_is_reported(tmp_path: Path) -> None:
-    name = script(tmp_path, TRAIN + "train(10, 2**14)\n")  # at most 7 of them measure
+    name = script(tmp_path, TRAIN + "train(8, 2**12)\n")  # at most 7 of them measure
     plain = run(name, at=tmp_path, watched=False)
     found = run("--budget", "90%", "--json", "figures.json", name, at=tmp_path)
     assert found.returncode == 0, found.stderr

@@ -310,6 +310,7 @@ def test_loader_refuses_bad_input(tmp_path: Path, change: dict[str, object], mes
         load_darcy_flow_small(**SMALL | {"cache_dir": tmp_path} | change)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_the_threads_of_linear_algebra() -> None:
     """At 128 x 128 points, OpenBLAS adds up inner products in as many parts as it has threads."""
     code = (

@@ -114,6 +114,7 @@ def test_rss_falls_with_the_default_allocator_even_after_a_plain_step() -> None:
     assert "malloc_trim" in figures["notes"][0]
 
 
+@pytest.mark.slow
 @linux
 def test_a_setting_of_the_user_is_respected() -> None:
     figures = run(PROGRAM.replace("range(10)", "range(2)"), MALLOC_TRIM_THRESHOLD_="67108864")
@@ -218,6 +219,7 @@ def test_large_blocks_return_when_they_are_freed_as_long_as_one_budget_wants_it(
     assert left > 32
 
 
+@pytest.mark.slow
 @linux
 def test_blocks_are_left_alone_where_the_user_decides() -> None:
     found = run(BLOCKS, MALLOC_TRIM_THRESHOLD_="67108864")

@@ -315,7 +315,7 @@ print(json.dumps({{
 """
 HEAVY = {
     *("matplotlib", "neuralop", "transformers", "lightning", "accelerate", "scipy", "typer"),
-    *("rich", "jinja2"),
+    *("rich", "jinja2", "torch.distributed.pipelining", "transformer_engine"),
 }
 
 
@@ -332,12 +332,13 @@ def third_party(packages: list[str]) -> set[str]:
 
 def test_import_ebbtide_is_light() -> None:
     """Of third parties it takes what torch itself has taken, and psutil."""
-    imported = imported_by("import ebbtide")
+    imported = imported_by("import ebbtide, ebbtide.compat.transformer_engine")
     assert third_party(imported["packages"]) <= {"ebbtide", "psutil", "torch"}
     assert HEAVY.isdisjoint(imported["modules"])
     assert imported["device"] is False
 
 
+@pytest.mark.slow
 def test_a_heavy_import_is_seen() -> None:
     imported = imported_by("import ebbtide, scipy.fft")
     assert "scipy" in third_party(imported["packages"])

@@ -35,7 +35,7 @@ SOURCE, TORCH = (str(Path(each.__file__).parent) for each in (ebbtide, nn))
 LEAST_LINES = {SOURCE: 1000, TORCH: 100}
 NOT_OURS = sys.modules[SimulatedDevice.__module__].__file__
 """It stands for hardware, which no interrupt stops halfway."""
-STRIDE = int(os.environ.get("EBBTIDE_INTERRUPT_STRIDE", "47"))
+STRIDE = int(os.environ.get("EBBTIDE_INTERRUPT_STRIDE", "67"))
 """Lines from one interrupt to the next; `make test-seeds` takes more, and `make soak` each line."""
 
 

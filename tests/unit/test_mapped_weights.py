@@ -239,6 +239,7 @@ print(anonymous_kib())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(),
     reason="only Linux tells in /proc what memory is a process's own",

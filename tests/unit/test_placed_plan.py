@@ -96,7 +96,7 @@ def planned_case(
     return model, batch, step, expected
 
 
-@pytest.mark.parametrize("seed", seeds(6, 12))
+@pytest.mark.parametrize("seed", seeds(4, 12))
 @pytest.mark.parametrize("name", CASES)
 def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
     model, batch, step, expected = planned_case(name, seed, seed)

@@ -503,7 +503,7 @@ CORRUPTIONS = [
 @pytest.mark.parametrize(
     ("corrupt", "why"), CORRUPTIONS, ids=lambda it: getattr(it, "__name__", "")
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_a_corrupted_schedule_is_refused_where_it_is_wrong(
     corrupt: Callable[[Case], str], why: str, data: st.DataObject

@@ -146,7 +146,7 @@ def check(make: Callable[[], nn.Module], run: Run, **how: Any) -> None:
     plain = make()
     torch.manual_seed(1)
     expected = dict(enumerate(run(plain)))
-    for seed in range(3):
+    for seed in (0, 2):  # copies that run as late as they may, and copies that run early
         torch.manual_seed(0)
         model = make()
         torch.manual_seed(1)
@@ -524,7 +524,7 @@ def test_models(name: str, how: str) -> None:
         return steps(
             model,
             torch.optim.AdamW(model.parameters(), lr=0.01),
-            count=6,  # `Sometimes` has been through its branches
+            count=6 if name == "sometimes" else 3,  # it has been through its branches by then
             loss=lambda model, x: model(x.to(dtype)).square().mean(),
         )
 
@@ -637,9 +637,9 @@ def test_casts_of_frozen_weights_leave_with_the_activations() -> None:
 
     found: list[bool] = []
     check(_frozen_blocks, run, activations=ActivationPolicy(min_bytes=64))
-    assert found == [False] * 4
+    assert found == [False] * 3
     check(_frozen_blocks, run)
-    assert found[4:] == [False, True, True, True]
+    assert found[3:] == [False, True, True]
 
 
 def _frozen_blocks() -> Net:
