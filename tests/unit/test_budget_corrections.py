@@ -492,7 +492,7 @@ def test_weights_that_a_step_leaves_on_the_device_are_not_needed_twice_in_the_ne
     peaks = []
     for buffer_mb in (0, 2):
         study = BudgetStudy(profile, ACCELERATOR, 100 * MB)
-        study.note_weights(0, buffer_mb * MB, has_gradients=False)
+        study.note_weights(0, buffer_mb * MB, 0, has_gradients=False)
         measured = watched(*[12] * 14, profile=profile)
         measured.begin_bytes = (1 + buffer_mb) * MB
         study.learn_memory(measured)
@@ -516,8 +516,29 @@ def test_weights_that_have_just_come_need_more_in_the_next_step() -> None:
     # Each pass needs what was predicted, but for the state of all layers.
     forward = [each for peak in peaks[:4] for each in (peak, 0)]
     passes = [peaks[0], *forward, *peaks[4:], 0]
-    study.note_weights(4 * MB, 0, has_gradients=False)
+    study.note_weights(4 * MB, 0, 0, has_gradients=False)
     measured = watched(*[max(0, each // MB - 8) for each in passes], profile=profile)
     measured.begin_bytes = 4 * MB
     study.learn(traced(profile, 1.0), 9.0, 20 * MB, measured)
     assert study.choose(0).peak_bytes == plan.peak_bytes
+
+
+def test_what_an_optimizer_computes_at_once_counts_where_no_weights_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is taken to be as much as the weights until a step has had all of them on the device."""
+    ends_mb = iter((9, 16 + 9 + 5))
+    monkeypatch.setattr(PassWatch, "end_peak_bytes", property(lambda _: next(ends_mb) * MB))
+    sizes = {"weight_bytes": MB, "gradient_bytes": MB, "optimizer_bytes": 2 * MB}
+    profile = make_profile(*[make_layer(8, name=str(each), **sizes) for each in range(4)])
+    study = BudgetStudy(profile, ACCELERATOR, 100 * MB)
+    for at_once_mb in (40, 5):
+        study.note_weights(0, 0, 40 * MB, has_gradients=False)
+        measured = watched(*[9] * 14, profile=profile)
+        study.learn(traced(profile, 1.0), 9.0, 9 * MB, measured)
+        assert study.plan.has_weights_on_host is (at_once_mb == 40)
+        plan = study.choose(0)
+        assert not plan.has_weights_on_host
+        assert plan.peak_bytes == (16 + 9 + at_once_mb) * MB
+    study.note_weights(16 * MB, 0, 40 * MB, has_gradients=True)
+    assert study.step.profile.at_once_bytes == 5 * MB

@@ -79,6 +79,14 @@ def test_the_work_around_the_layers_has_a_peak() -> None:
         assert predict(changed, as_is(KEEP)).peak_bytes == 55 * MB
 
 
+def test_an_optimizer_steps_all_weights_at_once_if_none_rests() -> None:
+    layer = make_layer(1, weight_bytes=2 * MB)
+    profile = dataclasses.replace(make_profile(layer, layer), at_once_bytes=50 * MB)
+    assert predict(profile, as_is(KEEP), as_is(KEEP)).peak_bytes == 54 * MB
+    rests = dataclasses.replace(as_is(KEEP), weights_on_host=True)
+    assert predict(profile, as_is(KEEP), rests).peak_bytes == 6 * MB
+
+
 def test_the_weights_of_the_layers_are_on_the_device() -> None:
     layer = make_layer(1, weight_bytes=2 * MB, gradient_bytes=3 * MB, optimizer_bytes=4 * MB)
     assert predict(make_profile(layer, layer), as_is(KEEP), as_is(KEEP)).peak_bytes == 20 * MB

@@ -22,7 +22,7 @@ from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
 from ebbtide.devices import SimulatedDevice
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores import PinnedStore
-from ebbtide.weights.hooks import AbstractWeights
+from ebbtide.weights.hooks import AbstractWeights, stepped_at_once
 from ebbtide.weights.parameters import DeviceParameter
 from loops import on_device
 from zoo import assert_bitwise_equal, tensors_in
@@ -1560,3 +1560,12 @@ def test_a_layer_whose_weight_is_held_sees_what_was_written_since() -> None:
             return [model(batch(number)).clone() for number in range(3)]
 
     check(Rewritten, run)
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [({}, 2), ({"foreach": True}, 2), ({"foreach": False}, 0), ({"fused": True}, 0)],
+)
+def test_which_weights_an_optimizer_steps_at_once(how: dict[str, bool], count: int) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), **how)
+    assert len(stepped_at_once(optimizer)) == count

@@ -153,9 +153,10 @@ class StudiesByKind:
 
 _LOG = logging.getLogger(__name__)
 
-# [Note: weights under a budget] If the parameters, their gradients and the two states of an Adam
-# could need more than the budget, all weights rest on the host from the beginning; otherwise, as
-# soon as no plan fits with them on the device, or a first step runs out of memory. A plan for a
+# [Note: weights under a budget] If the parameters, their gradients and the step of an Adam, which
+# has two states and computes as much again, could need more than the budget, all weights rest on
+# the host from the beginning; otherwise, as soon as no plan fits with them on the device, or a
+# first step runs out of memory. A plan for a
 # step with all weights at rest says which of them pay to be on the device, with their gradients and
 # their state. Plans of other kinds of steps take the weights as they are. If none of theirs fits,
 # all weights rest again, for good.
@@ -388,6 +389,7 @@ class BudgetController:
                 study.note_weights(
                     self._weights.there_bytes(),
                     self._engine.transfers.account.weight_bytes,
+                    self._weights.at_once_bytes(),
                     has_gradients=self._weights.have_gradients(),
                 )
             watch = self._watch(study.profile)
@@ -664,9 +666,12 @@ class BudgetController:
 
 
 def _most_weight_bytes(model: nn.Module, device: torch.device) -> int:
-    """Return what a model adds to a device: weights, gradients and, at most, an Adam's states."""
+    """Return what a model adds to a device: weights, gradients, and what an Adam needs at most.
+
+    These are its two states, and the tensors that its step computes for all weights at once.
+    """
     return sum(
-        each.nbytes * ((each.device != device) + 3 * each.requires_grad)
+        each.nbytes * ((each.device != device) + 4 * each.requires_grad)
         for each in model.parameters()
     )
 

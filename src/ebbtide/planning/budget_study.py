@@ -288,6 +288,8 @@ class BudgetStudy:
         self._begin_bytes = begin_bytes  # without the weights that the profile has
         self._there_bytes = self._buffer_bytes = 0  # of those, when the last step began
         self._end_peak_bytes = 0  # of the work after the last pass, without them, too
+        self._at_once_bytes = 0  # what that needs beside if no weights rest,
+        self._has_all_there = False  # as was measured
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._tried: list[_Followed] = []  # that were measured, as far as they may come again
         self._searches = False  # whether the next step follows a plan that is still to be found
@@ -351,15 +353,20 @@ class BudgetStudy:
             self._search()
         return self.plan
 
-    def note_weights(self, there_bytes: int, buffer_bytes: int, *, has_gradients: bool) -> None:
+    def note_weights(
+        self, there_bytes: int, buffer_bytes: int, at_once_bytes: int, *, has_gradients: bool
+    ) -> None:
         """Note which of the weights are there as a step begins, when the plan has placed them.
 
         Args:
             there_bytes: what those on the device occupy, with their gradients and their state.
             buffer_bytes: what those of the others occupy that the step before has brought.
+            at_once_bytes: what optimizers may compute at once if all weights are there.
             has_gradients: whether any weights have gradients from the step before.
         """
         self._there_bytes, self._buffer_bytes = there_bytes, buffer_bytes
+        if not self._has_all_there:
+            self._at_once_bytes = at_once_bytes
         if has_gradients and not self.profile.keeps_gradients:
             self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
 
@@ -408,7 +415,12 @@ class BudgetStudy:
         coming = self.profile.coming_gradients([each.weights_on_host for each in self.plan.layers])
         owed_bytes = planned_bytes - sum(coming) - self._there_bytes
         self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
-        self._end_peak_bytes = max(0, watch.end_peak_bytes - planned_bytes)
+        end_peak_bytes = max(0, watch.end_peak_bytes - planned_bytes)
+        if self.places_weights and not self.plan.has_weights_on_host:
+            self._has_all_there = True
+            self._at_once_bytes = max(0, end_peak_bytes - self._end_peak_bytes)
+        else:
+            self._end_peak_bytes = end_peak_bytes
 
     def _predict_measured(self) -> Prediction:
         """Predict a step whose memory is measured: on an accelerator, it awaits its copies."""
@@ -634,6 +646,7 @@ class BudgetStudy:
             self.profile,
             fixed_bytes=self._begin_bytes,
             after_working_bytes=max(0, self._end_peak_bytes - self._begin_bytes),
+            at_once_bytes=self._at_once_bytes,
         )
 
     def _corrected(self, plan: Plan) -> StepProfile:

@@ -740,6 +740,8 @@ class _Run:
         update_s = self._now_s - begin_s
         self._now_s += self._profile.after_s
         end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
+        if not self._plan.has_weights_on_host:
+            end_peak_bytes += self._profile.at_once_bytes
         return Prediction(
             step_s=self._now_s + self._copied_bytes * (self._hardware.copy_cost_s_per_byte or 0.0),
             peak_bytes=max(self._begin_peak_bytes, end_peak_bytes, *self.peaks),

@@ -181,6 +181,8 @@ class StepProfile:
         before_working_bytes: device memory that the work before the first layer needs.
         loss_working_bytes: device memory that the work between the passes needs.
         after_working_bytes: device memory that the work after the last pass needs.
+        at_once_bytes: device memory that this work needs beside that if no weights are at rest: an
+            optimizer whose weights are all on one device may compute with all of them at once.
         min_bytes: smaller storages are not numbered, because they stay where they are.
         keeps_gradients: whether the gradients of weights on the device are there throughout the
             step; otherwise they come with the first backward of a call of their layer.
@@ -198,6 +200,7 @@ class StepProfile:
     before_working_bytes: int = 0
     loss_working_bytes: int = 0
     after_working_bytes: int = 0
+    at_once_bytes: int = 0
     min_bytes: int = DEFAULT_MIN_BYTES
     keeps_gradients: bool = True
     ahead: StepAhead | None = None
@@ -286,7 +289,7 @@ def _figures(kind: type) -> list[tuple[str, bool, bool]]:
 
 
 def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage) -> None:
-    for name, whole, may_miss in _figures(type(entry)):
+    for name, whole, may_miss in _figures(type(entry)):  # type: ignore[arg-type]
         value = getattr(entry, name)
         if not (value is None and may_miss):
             check_number(f"{name} of {where}", value, whole=whole)

@@ -35,6 +35,7 @@ from ebbtide.weights.hooks import (
     bring_state,
     joins_parameters,
     parameters_of,
+    stepped_at_once,
 )
 from ebbtide.weights.overlap import StepOverlap, find_overlap
 
@@ -191,6 +192,13 @@ class ModelWeights:
                 own = [parameter, parameter.grad, *self._states_of(parameter)]
                 there_bytes += sum(e.nbytes for e in own if e is not None and e.device == home)
         return there_bytes
+
+    def at_once_bytes(self) -> int:
+        """Return what optimizers may compute at once if all weights are on the device."""
+        model = self._model()
+        own = set[object]() if model is None else set(model.parameters())
+        weights = (weight for each in self._optimizers for weight in stepped_at_once(each))
+        return sum(each.nbytes for each in weights if each in own)
 
     def have_gradients(self) -> bool:
         """Return whether any of those weights has a gradient, wherever it is."""
