@@ -10,9 +10,11 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices import CpuDevice
+from ebbtide.planning import Hardware, offload_first, place
 from ebbtide.runtime.record import AccessOrder, ForwardLog, Record, State
 from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
+from plan_cases import fake_profile
 
 
 @dataclass
@@ -145,6 +147,24 @@ def test_the_second_step_of_a_model_knows_its_order() -> None:
         assert learned is not None
         model(torch.randn(8, 64)).sum().backward()
         assert handle._engine.activations.scopes.learned is learned
+
+
+def test_an_order_is_forgotten_with_the_plan_that_it_was_learned_under() -> None:
+    """As many records under another plan are of other storages."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
+    batch = torch.randn(8, 64)
+    profile = fake_profile(model, batch, Hardware.named("cpu"), optimizer_states=0)
+    with ebbtide.offload(model, activations=ebbtide.ActivationPolicy(min_bytes=1)) as handle:
+        scopes = handle._engine.activations.scopes
+        model(batch).sum().backward()
+        assert scopes.learned is not None
+        late = model(batch)
+        handle._engine.follow(place(profile, offload_first(profile, 2)), None)
+        assert scopes.learned is None
+        late.sum().backward()  # under the plan before
+        assert scopes.learned is None
+        model(batch).sum().backward()
+        assert scopes.learned is not None
 
 
 def test_backwards_through_a_retained_graph_leave_nothing_behind(

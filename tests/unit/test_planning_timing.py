@@ -79,6 +79,16 @@ def test_the_work_around_the_layers_has_a_peak() -> None:
         assert predict(changed, as_is(KEEP)).peak_bytes == 55 * MB
 
 
+def test_another_call_of_a_module_brings_its_weights_again() -> None:
+    """Those of two layers are there: of the pass that runs, and of the next one."""
+    sizes = {"first": 8, "second": 1, "third": 1}
+    layers = [make_layer(1, name=name, weight_bytes=mb * MB) for name, mb in sizes.items()]
+    rests = dataclasses.replace(as_is(KEEP), weights_on_host=True)
+    profile = make_profile(*layers, make_layer(1, name="first"))
+    got = predict(profile, *[rests] * 3, as_is(KEEP))
+    assert peaks_mb(got)[:4] == [10, 4, 12, 13]
+
+
 def test_an_optimizer_steps_all_weights_at_once_if_none_rests() -> None:
     layer = make_layer(1, weight_bytes=2 * MB)
     profile = dataclasses.replace(make_profile(layer, layer), at_once_bytes=50 * MB)

@@ -74,6 +74,8 @@ class StorageUses:
         saves: the pieces that each layer saves if it runs as it is, by their numbers in it.
         inputs: the piece that is each layer's input; None if it has no bytes.
         inside_bytes: size of what each layer saves that can leave, beside its input.
+        owners: the layer whose weights each layer computes with: another call of its module, or
+            itself.
     """
 
     def __init__(self, profile: StepProfile) -> None:
@@ -101,6 +103,11 @@ class StorageUses:
                 self.memories.append(Memory(layer.input_bytes, True, (), None))
             else:
                 self.inputs.append(None)
+        by_name = profile.weight_owners()
+        self.owners = [
+            index if layer.parameter_bytes else by_name.get(layer.name, [index])[0]
+            for index, layer in enumerate(profile.layers)
+        ]
         self._may_recompute = [layer.may_recompute for layer in profile.layers]
         # What others hold, such as the batch, stays if its layer saves nothing, too.
         self._staying = [
@@ -424,7 +431,7 @@ class _Run:
         self._reloads: list[int] = []  # pieces in the order of their need
         self._places: dict[int, int] = {}  # in that order, of the pieces still to be needed
         self._next_reload = 0
-        on_host = [i for i, each in enumerate(plan.layers) if each.weights_on_host]
+        on_host = [each for each in storage_uses.owners if plan.layers[each].weights_on_host]
         self._weight_uses = deque([*on_host, *reversed(on_host)])  # still to come
         self._weights: dict[int, Copy] = {}  # on the device, least recently used first
         for layer, chosen in zip(profile.layers, plan.layers, strict=True):
@@ -680,11 +687,12 @@ class _Run:
 
         At most two layers' weights are there at once.
         """
-        if not self._plan.layers[index].weights_on_host:
+        owner = self._storages.owners[index]
+        if not self._plan.layers[owner].weights_on_host:
             return
         self._weight_uses.popleft()
-        copy = self._weights.pop(index, None) or self._load_weights(index)
-        self._weights[index] = copy  # the most recently used
+        copy = self._weights.pop(owner, None) or self._load_weights(owner)
+        self._weights[owner] = copy  # the most recently used
         self._wait(copy)
         if self._weight_uses and self._weight_uses[0] not in self._weights:
             following = self._weight_uses[0]

@@ -137,11 +137,21 @@ class Scopes:
     def __init__(self, transfers: Transfers, deaths: Deaths) -> None:
         self.learned: AccessOrder | None = None
         self.prefetches = True
+        self._plan: object = None
         self._transfers = transfers
         self._deaths = deaths
         self._account = transfers.account
         self.running = _Running()
         self._threads: list[list[Scope]] = []  # the scopes of each thread that runs a forward
+
+    def follow(self, plan: object) -> None:
+        """Forget the order of the reads: a backward under another plan reads other records."""
+        self._plan, self.learned = plan, None
+
+    def learn(self, log: ForwardLog) -> None:
+        """Note the order in which the backward of a forward has read its records."""
+        if log.plan is self._plan:
+            self.learned = log.learned(len(log.records)) or self.learned
 
     @property
     def current(self) -> Scope | None:
@@ -200,7 +210,7 @@ class Scopes:
             if self._account.memory is not None:
                 self._account.memory.enter_forward()
             meter = self._account.meter
-            log = ForwardLog(self.learned, meter.num_forwards)
+            log = ForwardLog(self.learned, meter.num_forwards, self._plan)
             log.prefetches = self.prefetches
             meter.num_forwards += 1
         small = SmallTensors(self._deaths)
@@ -818,7 +828,7 @@ class Activations:
             log = record.forward
             log.remove(record.ordinal)
             if not log.live:
-                self.scopes.learned = log.learned(len(log.records)) or self.scopes.learned
+                self.scopes.learn(log)
 
     def _unlink(self, record: StorageRecord) -> None:
         """Remove a record from those that `find` returns."""

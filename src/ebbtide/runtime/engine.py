@@ -203,6 +203,7 @@ class Engine:
             bound_bytes: bound on the bytes in flight in each direction; None leaves it as it is.
         """
         self.placement.follow(layers)
+        self.activations.scopes.follow(layers)
         if bound_bytes is not None:
             self._bound_bytes = bound_bytes
         self._bound_transfers()

@@ -470,9 +470,11 @@ class ForwardLog(AccessLog):
     Args:
         learned: the order of the previous backward, or None.
         number: number of the forward in its step, from 0.
+        plan: what the forward follows; an order is of use for another forward of that plan.
 
     Attributes:
         number: as given.
+        plan: as given.
         prefetches: whether backward prefetches the records that are expected next. It does not
             while a schedule starts the reloads.
         records: the records by ordinal; None in place of a dropped record.
@@ -484,9 +486,9 @@ class ForwardLog(AccessLog):
         is_mixed: whether they have depended on different settings, or run under a dispatch mode.
     """
 
-    def __init__(self, learned: AccessOrder | None, number: int = 0) -> None:
+    def __init__(self, learned: AccessOrder | None, number: int = 0, plan: object = None) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.plan = number, plan
         self.prefetches = True
         self.records: list[Record | None] = []
         self.live = 0
