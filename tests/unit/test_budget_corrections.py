@@ -542,3 +542,10 @@ def test_what_an_optimizer_computes_at_once_counts_where_no_weights_rest(
         assert plan.peak_bytes == (16 + 9 + at_once_mb) * MB
     study.note_weights(16 * MB, 0, 40 * MB, has_gradients=True)
     assert study.step.profile.at_once_bytes == 5 * MB
+
+
+def test_a_processor_steps_its_weights_one_after_the_other() -> None:
+    profile = make_profile(make_layer(8, weight_bytes=MB, gradient_bytes=MB))
+    study = BudgetStudy(profile, LINK, 100 * MB)
+    study.note_weights(0, 0, 40 * MB, has_gradients=False)
+    assert study.step.profile.at_once_bytes == 0

@@ -156,10 +156,9 @@ _LOG = logging.getLogger(__name__)
 # [Note: weights under a budget] If the parameters, their gradients and the step of an Adam, which
 # has two states and computes as much again, could need more than the budget, all weights rest on
 # the host from the beginning; otherwise, as soon as no plan fits with them on the device, or a
-# first step runs out of memory. A plan for a
-# step with all weights at rest says which of them pay to be on the device, with their gradients and
-# their state. Plans of other kinds of steps take the weights as they are. If none of theirs fits,
-# all weights rest again, for good.
+# first step runs out of memory. A plan for a step with all weights at rest says which of them pay
+# to be on the device, with their gradients and their state. Plans of other kinds of steps take the
+# weights as they are. If none of theirs fits, all weights rest again, for good.
 
 # [Note: what counts] A budget is of what tensors use at once. Torch also caches what was freed, and
 # returns that by itself where the device has no more. It is not returned here, and makes no plan

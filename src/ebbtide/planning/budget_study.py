@@ -365,7 +365,7 @@ class BudgetStudy:
             has_gradients: whether any weights have gradients from the step before.
         """
         self._there_bytes, self._buffer_bytes = there_bytes, buffer_bytes
-        if not self._has_all_there:
+        if not self._has_all_there and not self._hardware.computes_on_host:
             self._at_once_bytes = at_once_bytes
         if has_gradients and not self.profile.keeps_gradients:
             self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
