@@ -595,15 +595,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def stepped_at_once(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer computes with at once if all are on one device.
+def stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """Return the groups whose parameters an optimizer steps at once if all are on one device.
 
     Torch's own do so unless they are fused, or told to step one parameter after the other. Where
-    some are on the host, they step one after the other, too.
+    some of a group are on the host, they step one after the other, too.
     """
     groups = optimizer.param_groups
     at_once = [g for g in groups if g.get("foreach", False) is not False and not g.get("fused")]
-    return [each for group in at_once for each in group["params"]]
+    return [group["params"] for group in at_once]
 
 
 def joins_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -197,8 +197,9 @@ class ModelWeights:
         """Return what optimizers may compute at once if all weights are on the device."""
         model = self._model()
         own = set[object]() if model is None else set(model.parameters())
-        weights = (weight for each in self._optimizers for weight in stepped_at_once(each))
-        return sum(each.nbytes for each in weights if each in own)
+        groups = (group for each in self._optimizers for group in stepped_at_once(each))
+        sizes = (sum(each.nbytes for each in group if each in own) for group in groups)
+        return max(sizes, default=0)
 
     def have_gradients(self) -> bool:
         """Return whether any of those weights has a gradient, wherever it is."""
