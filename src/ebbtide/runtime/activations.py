@@ -146,7 +146,8 @@ class Scopes:
 
     def follow(self, plan: object) -> None:
         """Forget the order of the reads: a backward under another plan reads other records."""
-        self._plan, self.learned = plan, None
+        if plan != self._plan:
+            self._plan, self.learned = plan, None
 
     def learn(self, log: ForwardLog) -> None:
         """Note the order in which the backward of a forward has read its records."""
