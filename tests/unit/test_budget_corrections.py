@@ -549,3 +549,19 @@ def test_a_processor_steps_its_weights_one_after_the_other() -> None:
     study = BudgetStudy(profile, LINK, 100 * MB)
     study.note_weights(0, 0, 40 * MB, has_gradients=False)
     assert study.step.profile.at_once_bytes == 0
+
+
+def test_what_is_in_use_throughout_is_not_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backward was seen to end in the step with weights at rest."""
+    ends_mb = iter((0, 4 + 12 + 5))
+    monkeypatch.setattr(PassWatch, "end_peak_bytes", property(lambda _: next(ends_mb) * MB))
+    sizes = {"weight_bytes": MB, "gradient_bytes": MB, "optimizer_bytes": 2 * MB}
+    profile = make_profile(make_layer(8, **sizes))
+    study = BudgetStudy(profile, ACCELERATOR, 100 * MB)
+    for there_mb in (0, 4):
+        study.note_weights(there_mb * MB, 0, 40 * MB, has_gradients=False)
+        measured = watched(*[9] * 5, profile=profile)
+        measured.begin_bytes = (12 + there_mb) * MB
+        study.learn(traced(profile, 1.0), 9.0, 9 * MB, measured)
+        study.choose(12 * MB)
+    assert study.step.profile.at_once_bytes == 5 * MB

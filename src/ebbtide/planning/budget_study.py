@@ -418,7 +418,8 @@ class BudgetStudy:
         end_peak_bytes = max(0, watch.end_peak_bytes - planned_bytes)
         if self.places_weights and not self.plan.has_weights_on_host:
             self._has_all_there = True
-            self._at_once_bytes = max(0, end_peak_bytes - self._end_peak_bytes)
+            resting_bytes = max(self._end_peak_bytes, self._begin_bytes)
+            self._at_once_bytes = max(0, end_peak_bytes - resting_bytes)
         else:
             self._end_peak_bytes = end_peak_bytes
 
