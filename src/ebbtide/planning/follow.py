@@ -145,9 +145,23 @@ def policy_of(
 
 
 def resting_layers_of(plan: PlannedStep) -> list[str]:
-    """Return the names of the layers whose weights a plan has on the host."""
-    owners, layers = plan.profile.weight_owners(), plan.plan.layers
-    return [name for name, calls in owners.items() if layers[calls[0]].weights_on_host]
+    """Return the names of the layers whose weights a plan has on the host.
+
+    Raises:
+        PolicyError: the weights of a layer are in two places.
+    """
+    resting = []
+    for name, calls in plan.profile.weight_owners().items():
+        places = {plan.plan.layers[call].weights_on_host for call in calls}
+        if len(places) > 1:
+            raise PolicyError(
+                f"the plan has the weights of {name} on the host for some of its calls, and on the "
+                f"device for others; say which weights rest there: "
+                f"weights=ebbtide.WeightPolicy(...)"
+            )
+        if True in places:
+            resting.append(name)
+    return resting
 
 
 @final
