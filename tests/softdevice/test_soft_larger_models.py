@@ -291,6 +291,37 @@ def test_a_plan_knows_of_the_step_inside_backward(device: torch.device) -> None:
         assert plan.profile.ahead is not None
 
 
+def test_weights_rest_after_the_first_step_if_nothing_fits_with_them(device: torch.device) -> None:
+    """Its record says what a step with weights at rest needs, too: no other one is recorded."""
+    expected = [loss for loss, _ in train(build(GPT).to(device), wide(32).to(device))]
+    model = build(GPT).to(device)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    budget_bytes = DeviceMemory(device).now_bytes() + int(4.1 * weight_bytes)
+    resting = []
+    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL) as handle:
+        for number, (loss, peak_bytes) in enumerate(train(model, wide(32).to(device))):
+            assert torch.equal(loss, expected[number])
+            assert peak_bytes <= budget_bytes
+            assert bool(number) == (handle.plan is not None), "a recorded step follows no plan"
+            resting.append(sum(each.device.type == "cpu" for each in model.parameters()))
+        assert handle.plan is not None
+        assert handle.plan.plan.peak_bytes <= budget_bytes
+    assert not resting[0]
+    assert resting[1]
+
+
+def test_a_plan_counts_the_copies_of_weights_that_recomputed_layers_keep(
+    device: torch.device,
+) -> None:
+    """Each block of this model has 195 KiB of weights, none of more than 64 KiB."""
+    model = build(GPT).to(device)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    budget_bytes = DeviceMemory(device).now_bytes() + int(4.1 * weight_bytes)
+    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL):
+        for _, peak_bytes in train(model, wide(12).to(device)):
+            assert peak_bytes <= budget_bytes
+
+
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
     """A plan for a larger batch does not fit beside weights that came back.
 

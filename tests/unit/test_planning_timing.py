@@ -330,6 +330,27 @@ def test_weights_on_the_host() -> None:
     assert got.host_peak_bytes == 3 * 35 * MB
 
 
+def test_gradients_at_rest_are_there_from_the_last_call_of_a_module_to_the_first() -> None:
+    """The calls add to one gradient, which leaves when the backward of the first one has ended."""
+    sizes = {"weight_bytes": 10 * MB, "gradient_bytes": 5 * MB}
+    twice, other = make_layer(name="twice", **sizes), make_layer(name="other", **sizes)
+    profile = make_profile(twice, other, make_layer(name="twice"))
+    plan = Plan(layers=(LayerPlan(weights_on_host=True),) * 3, max_inflight_bytes=5 * MB)
+    got = StepTiming(profile, make_link(1e6), awaits_copies=True).predict(plan)
+    # Both modules' weights are there, and in backward one gradient, then two, and one again.
+    assert peaks_mb(got) == [20, 20, 20, 20, 25, 30, 25]
+
+
+def test_a_recomputed_layer_keeps_copies_of_small_weights_until_its_backward() -> None:
+    layer = make_layer(8, copied_bytes=3 * MB)
+    timing = StepTiming(make_profile(layer, layer), make_link(1e6), awaits_copies=True)
+    again = LayerPlan(mode=RECOMPUTE)
+    plans = (Plan(layers=(each,) * 2) for each in (as_is(KEEP), again))
+    kept, recomputed = map(timing.predict, plans)
+    assert peaks_mb(kept) == [8, 16, 16, 16, 8]
+    assert peaks_mb(recomputed) == [8, 3 + 8, 6, 6 + 8, 3 + 8]
+
+
 def stepping_ahead(host_update_s: float, ahead: StepAhead | None, **more: Any) -> Prediction:
     """Three layers at rest whose optimizer's step reads and writes 55 MB, and 50 to fill a shadow.
 

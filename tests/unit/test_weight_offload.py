@@ -1563,9 +1563,19 @@ def test_a_layer_whose_weight_is_held_sees_what_was_written_since() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "counts"),
-    [({}, [2]), ({"foreach": True}, [2]), ({"foreach": False}, []), ({"fused": True}, [])],
+    ("make", "how", "counts"),
+    [
+        (torch.optim.AdamW, {}, [2]),
+        (torch.optim.AdamW, {"foreach": True}, [2]),
+        (torch.optim.AdamW, {"foreach": False}, []),
+        (torch.optim.AdamW, {"fused": True}, []),
+        (torch.optim.SGD, {"momentum": 0.9}, []),  # changes them in place
+        (torch.optim.SGD, {"weight_decay": 0.1}, [2]),
+        (torch.optim.SGD, {"maximize": True}, [2]),
+    ],
 )
-def test_which_weights_an_optimizer_steps_at_once(how: dict[str, bool], counts: list[int]) -> None:
-    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), **how)
+def test_which_weights_an_optimizer_steps_at_once(
+    make: type[torch.optim.Optimizer], how: dict[str, Any], counts: list[int]
+) -> None:
+    optimizer = make(nn.Linear(2, 2).parameters(), **how)
     assert [len(group) for group in stepped_at_once(optimizer)] == counts

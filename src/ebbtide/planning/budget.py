@@ -23,7 +23,12 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.profile import StepAhead, StepProfile
-from ebbtide.planning.recorded import PassWatch, profile_recorded_step, with_weight_bytes
+from ebbtide.planning.recorded import (
+    PassWatch,
+    profile_recorded_step,
+    with_copied_bytes,
+    with_weight_bytes,
+)
 from ebbtide.planning.relaxation import load_solver
 from ebbtide.runtime.engine import INFLIGHT_BYTES, Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
@@ -334,10 +339,18 @@ class BudgetController:
         try:
             self._follow(kind, known, study)
         except (BudgetError, torch.OutOfMemoryError) as error:
+            were_there = not self._resting
             if self._rest_all():
                 _LOG.info("no plan fits beside the weights: all of them rest on the host now")
-                self._last = None
-                self._record(kind, args, kwargs)
+                if not were_there:
+                    self._last = None
+                    self._record(kind, args, kwargs)
+                    return
+                begin_bytes = self._memory.now_bytes()
+                self._last = rested = self._study(study.profile, begin_bytes, study.num_forwards)
+                rested.learn_from(study)
+                self._studies.add(kind, rested)
+                self._follow(kind, kind, rested)
                 return
             goes_on = self._has_fitted or self._budget is None
             if not goes_on or not isinstance(error, BudgetError):
@@ -369,6 +382,7 @@ class BudgetController:
             self._memory.return_freed()
             if self._device.type != "cpu":
                 self._finish_copies()
+            self._note_weights(study)
         plan = study.choose(self._begin_bytes(study)) if is_own else study.plan
         followed = self._followed
         self._followed = (study, plan.layers, plan.max_inflight_bytes, plan.windows)
@@ -384,13 +398,7 @@ class BudgetController:
         if is_timed:
             self._memory.reset_peak()
         elif measures:
-            if self._weights is not None and study is self._placing:
-                study.note_weights(
-                    self._weights.there_bytes(),
-                    self._engine.transfers.account.weight_bytes,
-                    self._weights.at_once_bytes(),
-                    has_gradients=self._weights.have_gradients(),
-                )
+            self._note_weights(study)  # some may have moved
             watch = self._watch(study.profile)
         passes = watch
         if passes is None and self._memory.keeps_freed:
@@ -399,6 +407,15 @@ class BudgetController:
         self._engine.record_steps(traced=self._traced or measures)
         running = self._begun(kind, study, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
+
+    def _note_weights(self, study: BudgetStudy) -> None:
+        """Tell the study that places the weights which of them are there now."""
+        if self._weights is not None and study is self._placing:
+            study.note_weights(
+                self._weights.there_bytes(),
+                self._engine.transfers.account.weight_bytes,
+                self._weights.at_once_bytes(),
+            )
 
     def _begin_bytes(self, study: BudgetStudy) -> int:
         """Return what is in use now, without the weights that a study has in its profile."""
@@ -486,7 +503,17 @@ class BudgetController:
         account = self._engine.transfers.account
         # See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
         finish = None if self._device.type == "cpu" else self._finish_copies
-        return PassWatch(self._memory, account, profile, finish, *recorded, measures=measures)
+        model = self._model()
+        weights = () if model is None else model.parameters()
+        return PassWatch(
+            self._memory,
+            account,
+            profile,
+            finish,
+            *recorded,
+            has_gradients=any(each.grad is not None for each in weights),
+            measures=measures,
+        )
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -526,6 +553,29 @@ class BudgetController:
                     UserWarning,
                 )
             return None
+        model = self._model()
+        profile = profile if model is None else with_copied_bytes(profile, model)
+        num_forwards = max(self._num_forwards, self._most_forwards.get(kind, 1))
+        study = self._study(profile, watch.begin_bytes, num_forwards)
+        watch.bind(study.profile)
+        if was_full:
+            study.learn_full_store()
+        elif study.has_all_passes(watch):
+            # Its seconds say little of others, unless it is far over the budget anyway.
+            if watch.peak_bytes > SURE * self._budget_bytes:
+                study.learn(trace_of(self._engine), step_s, watch.peak_bytes, watch)
+            elif self._device.type != "cpu" or self._num_forwards > 1:
+                study.learn_memory(watch)
+        return study
+
+    def _study(self, profile: StepProfile, begin_bytes: int, num_forwards: int) -> BudgetStudy:
+        """Return the study of a step, which decides about the weights if none does and they rest.
+
+        Args:
+            profile: the step, without weights.
+            begin_bytes: memory in use when it begins.
+            num_forwards: its number of forwards before a backward.
+        """
         # The first kind of step decides about the weights, as two would have them move for ever.
         weights = None if self._placing else self._weights
         if weights is not None and self._resting and self._num_rested < _MOST_RESTED:
@@ -536,23 +586,14 @@ class BudgetController:
             profile,
             self._hardware,
             self._budget_bytes,
-            watch.begin_bytes,
+            begin_bytes,
             host_bytes=self._engine.transfers.store.room_bytes + resting_bytes,
-            num_forwards=max(self._num_forwards, self._most_forwards.get(kind, 1)),
+            num_forwards=num_forwards,
         )
         self._placing = self._placing or (study if study.places_weights else None)
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
         self._note_ahead(study)
-        watch.bind(profile)
-        if was_full:
-            study.learn_full_store()
-        elif study.has_all_passes(watch):
-            # Its seconds say little of others, unless it is far over the budget anyway.
-            if watch.peak_bytes > SURE * self._budget_bytes:
-                study.learn(trace_of(self._engine), step_s, watch.peak_bytes, watch)
-            elif self._device.type != "cpu" or self._num_forwards > 1:
-                study.learn_memory(watch)
         return study
 
     def _learn(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import logging
 import math
 import sys
@@ -82,7 +83,10 @@ class Corrections:
 
     def __init__(self, profile: StepProfile, *, awaits_copies: bool = True) -> None:
         self._awaits_copies = awaits_copies
-        gradients = [each.gradient_bytes for each in profile.layers]
+        gradients = [0] * len(profile.layers)
+        for index, last in enumerate(profile.last_calls()):
+            for each in range(index, last + 1):  # while any call's backward is still to come
+                gradients[each] += profile.layers[index].gradient_bytes
         self._gradients = [*[0] * (len(gradients) + 1), *reversed(gradients)]
         self._inside = [profile.inside_bytes(index) for index in range(len(profile.layers))]
         self._measured: list[dict[Hashable, int]] = [{} for _ in self._gradients]
@@ -113,6 +117,23 @@ class Corrections:
             for position, size_bytes in watch.working.items():
                 for each in watch.covered(position):  # a plan counts gradients by themselves
                     self._staying[each] = size_bytes - self._gradients[each]
+
+    def leave_out_gradients(self, profile: StepProfile) -> int:
+        """Do not count the gradients of layers' weights that came in the measured steps.
+
+        Args:
+            profile: the step, with the weights, which all were on the device.
+
+        Returns:
+            How many bytes these gradients have.
+        """
+        none_rest = [False] * len(profile.layers)
+        coming = dataclasses.replace(profile, keeps_gradients=False).coming_gradients(none_rest)
+        came_bytes = [*[0] * (len(coming) + 1), *itertools.accumulate(reversed(coming))]
+        for known, size_bytes in zip(self._measured, came_bytes, strict=True):
+            known.update({way: needed - size_bytes for way, needed in known.items()})
+        self._staying = {each: size - came_bytes[each] for each, size in self._staying.items()}
+        return came_bytes[-1]
 
     def more_bytes(self, plan: Plan, *, again: bool | None = None) -> list[int]:
         """Return what each position needs beyond what the profile says.
@@ -296,7 +317,7 @@ class BudgetStudy:
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
         rests = everywhere(profile)
         self.places_weights = any(rests)
-        self.weights_can_leave = self._has_memory = False
+        self.weights_can_leave = self._has_memory = self._had_gradients = False
         self._recorded = with_weights(offload_or_rebuild(profile), rests)
         self._now = _Followed(self._recorded)
         self._predict_now()
@@ -343,6 +364,8 @@ class BudgetStudy:
             self._begin_bytes = begin_bytes
         if self.phase is Phase.FRUGAL and self._has_memory and self.weights_can_leave:
             peak_bytes = self._predict_measured().peak_bytes
+            if not self.is_to_be_timed:
+                peak_bytes = max(peak_bytes, self._find_frugal().peak_bytes or 0)
             if peak_bytes > self.budget_bytes:
                 raise self._too_small(peak_bytes, None)
         if self._searches:
@@ -353,22 +376,17 @@ class BudgetStudy:
             self._search()
         return self.plan
 
-    def note_weights(
-        self, there_bytes: int, buffer_bytes: int, at_once_bytes: int, *, has_gradients: bool
-    ) -> None:
+    def note_weights(self, there_bytes: int, buffer_bytes: int, at_once_bytes: int) -> None:
         """Note which of the weights are there as a step begins, when the plan has placed them.
 
         Args:
             there_bytes: what those on the device occupy, with their gradients and their state.
             buffer_bytes: what those of the others occupy that the step before has brought.
             at_once_bytes: what optimizers may compute at once if all weights are there.
-            has_gradients: whether any weights have gradients from the step before.
         """
         self._there_bytes, self._buffer_bytes = there_bytes, buffer_bytes
         if not self._has_all_there and not self._hardware.computes_on_host:
             self._at_once_bytes = at_once_bytes
-        if has_gradients and not self.profile.keeps_gradients:
-            self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
 
     def _planned_weight_bytes(self) -> int:
         """Return what the weights on the device need in the end, and all that belongs to them."""
@@ -407,7 +425,9 @@ class BudgetStudy:
         Args:
             watch: what was measured.
         """
-        self._has_memory = True
+        self._has_memory, self._had_gradients = True, watch.has_gradients
+        if watch.has_gradients and not self.profile.keeps_gradients:
+            self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
         self._begin_bytes = max(0, watch.begin_bytes - self._there_bytes - self._buffer_bytes)
         self._predict_now()
         # Gradients that several steps add up are missing in the first of these.
@@ -422,6 +442,20 @@ class BudgetStudy:
             self._at_once_bytes = max(0, end_peak_bytes - resting_bytes)
         else:
             self._end_peak_bytes = end_peak_bytes
+
+    def learn_from(self, other: BudgetStudy) -> None:
+        """Take over what was measured of the same step with all weights on the device.
+
+        Args:
+            other: the study of that step. Its profile has no weights.
+        """
+        self._has_memory, self._corrections = other._has_memory, other._corrections
+        end_bytes = other._begun().after_working_bytes
+        if not other._had_gradients:
+            end_bytes -= self._corrections.leave_out_gradients(self.profile)
+        # For the weights that do not rest, an optimizer needs no more than for all of them.
+        self._end_peak_bytes = self._begin_bytes + max(0, end_bytes)
+        self._predict_now()
 
     def _predict_measured(self) -> Prediction:
         """Predict a step whose memory is measured: on an accelerator, it awaits its copies."""

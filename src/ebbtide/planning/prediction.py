@@ -103,11 +103,7 @@ class StorageUses:
                 self.memories.append(Memory(layer.input_bytes, True, (), None))
             else:
                 self.inputs.append(None)
-        by_name = profile.weight_owners()
-        self.owners = [
-            index if layer.parameter_bytes else by_name.get(layer.name, [index])[0]
-            for index, layer in enumerate(profile.layers)
-        ]
+        self.owners = profile.owners()
         self._may_recompute = [layer.may_recompute for layer in profile.layers]
         # What others hold, such as the batch, stays if its layer saves nothing, too.
         self._staying = [
@@ -442,6 +438,8 @@ class _Run:
         resting = [each.weights_on_host for each in plan.layers]
         self._coming_gradients = profile.coming_gradients(resting)
         self._resident_bytes -= sum(self._coming_gradients)
+        for layer, last, rests in zip(profile.layers, profile.last_calls(), resting, strict=True):
+            self._coming_gradients[last] += layer.gradient_bytes if rests else 0  # to leave again
         self.peaks: list[int] = []
         self.more_bytes = [0] * (2 * len(profile.layers) + 1)  # by position
 
@@ -461,6 +459,8 @@ class _Run:
             self._now_s += layer.forward_s
             if as_is:
                 self._save(index)
+            else:
+                self._resident_bytes += layer.copied_bytes
         self._retire()
         self._enter(len(self._profile.layers))
         self._begin(self._profile.loss_working_bytes)
@@ -562,8 +562,6 @@ class _Run:
             self._retire()
             self._bring_weights(index)
             self._resident_bytes += self._coming_gradients[index]
-            if self._plan.layers[index].weights_on_host:
-                self._resident_bytes += layer.gradient_bytes
             self._prefetch()
             self._bring_back(index)
             working_bytes = layer.backward_working_bytes
@@ -575,6 +573,8 @@ class _Run:
                 self._now_s += layer.second_forward_s
             self._now_s += layer.backward_s
             self._let_go(index, beside_bytes)
+            if mode is not LayerMode.AS_IS:
+                self._resident_bytes -= layer.copied_bytes
             if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
                 self._offload(layer.gradient_bytes, None)
                 self._gradients.append((index, self._queue[-1]))

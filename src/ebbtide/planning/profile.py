@@ -100,6 +100,8 @@ class LayerProfile:
         recompute_working_bytes: device memory that the second forward and the backward of the
             recomputed layer need beside what is resident and what the layer saves; None means the
             larger of the working memories of its passes.
+        copied_bytes: device memory that a recomputed layer keeps until its backward for copies of
+            weights, which the program may change.
         unsaved_forward_bytes: device memory beside its input that a forward needs which saves
             nothing; None means all storages and `forward_working_bytes`.
         weight_bytes: size of the weights.
@@ -120,6 +122,7 @@ class LayerProfile:
     may_recompute: bool = True
     recompute_s: float | None = None
     recompute_working_bytes: int | None = None
+    copied_bytes: int = 0
     unsaved_forward_bytes: int | None = None
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -256,11 +259,26 @@ class StepProfile:
         """
         coming = [0] * len(self.layers)
         if not self.keeps_gradients:
-            last_calls = {layer.name: index for index, layer in enumerate(self.layers)}
-            for layer, rests in zip(self.layers, resting, strict=True):
-                if not rests:
-                    coming[last_calls[layer.name]] += layer.gradient_bytes
+            triples = zip(self.layers, self.last_calls(), resting, strict=True)
+            for layer, last, rests in triples:
+                coming[last] += 0 if rests else layer.gradient_bytes
         return coming
+
+    def owners(self) -> list[int]:
+        """Return the layer whose weights each layer computes with: another call, or itself."""
+        by_name = self.weight_owners()
+        return [
+            index if layer.parameter_bytes else by_name.get(layer.name, [index])[0]
+            for index, layer in enumerate(self.layers)
+        ]
+
+    def last_calls(self) -> list[int]:
+        """Return the last layer that computes with the weights of each layer.
+
+        Its backward comes first, and brings the gradients, which all calls add to.
+        """
+        last = {owner: index for index, owner in enumerate(self.owners())}
+        return [last.get(index, index) for index in range(len(self.layers))]
 
     def inside_bytes(self, index: int) -> int:
         """Return the size of what a layer saves beside its input.

@@ -28,6 +28,7 @@ from ebbtide.planning.prediction import StepTiming, StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.runtime.handles import Decision, StorageRecord
+from ebbtide.runtime.recompute import COPIED_BYTES
 from ebbtide.runtime.record import Record
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
@@ -194,6 +195,24 @@ def with_weight_bytes(
             layer = dataclasses.replace(layer, **own._asdict())
             update_s = layer.update_bytes / hardware.d2h_bytes_per_s
             layer = dataclasses.replace(layer, host_update_s=update_s)
+        layers.append(layer)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def with_copied_bytes(profile: StepProfile, model: nn.Module) -> StepProfile:
+    """Return a profile that has the weights of which layers keep copies if they are recomputed.
+
+    Args:
+        profile: the step.
+        model: the model.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = []
+    for layer in profile.layers:
+        if not layer.between and layer.name in modules:
+            sizes = (each.nbytes for each in modules[layer.name].parameters())
+            copied_bytes = sum(each for each in sizes if each <= COPIED_BYTES)
+            layer = dataclasses.replace(layer, copied_bytes=copied_bytes)
         layers.append(layer)
     return dataclasses.replace(profile, layers=tuple(layers))
 
@@ -576,11 +595,13 @@ class PassWatch:
             called at each begin of a pass. None where the host sees how far they are.
         find: finds the records of the layers' inputs; None if those are not asked for.
         held: what the loop holds, such as the batch: no input counts that is among it.
+        has_gradients: whether weights have gradients as the step begins.
         measures: whether the memory of passes is measured. If not, what was freed is returned at
             the same places, where it would count for a budget, so that the step needs as much as
             one that is measured.
 
     Attributes:
+        has_gradients: as given.
         begin_bytes: memory in use when the step began.
         peak_bytes: the peak of the whole step.
         calls: the calls of layers in the first forward of the step.
@@ -595,9 +616,11 @@ class PassWatch:
         find: FindRecord | None = None,
         held: Iterable[Tensor] = (),
         *,
+        has_gradients: bool = False,
         measures: bool = True,
     ) -> None:
         self._measures = measures
+        self.has_gradients = has_gradients
         self._positions = None if profile is None else Positions(profile)
         self._memory, self._account = memory, account
         # Returning it takes milliseconds, so that long steps do not do it in each pass.

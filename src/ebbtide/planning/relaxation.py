@@ -413,6 +413,7 @@ class _Programme:
         layers = self._profile.layers
         self._rests: list[Terms] = [{} for _ in layers]  # fraction on the host
         everything = self._profile.coming_gradients([False] * len(layers))
+        last_calls = self._profile.last_calls()
         self._gradients = [{ONE: size / _MB} if size else Terms() for size in everything]
         self._h: list[tuple[int, int]] = []  # variables, and the bytes that they place
         away: Terms = {}
@@ -432,9 +433,10 @@ class _Programme:
             self._commits = _plus(self._commits, _times(commit_ms, fraction))
             for index in owned:
                 self._rests[index] = fraction
-                if everything[index]:
-                    resting = _times(-everything[index] / _MB, fraction)
-                    self._gradients[index] = _plus(self._gradients[index], resting)
+            last = last_calls[owned[0]]
+            if everything[last]:
+                resting = _times(-everything[last] / _MB, fraction)
+                self._gradients[last] = _plus(self._gradients[last], resting)
         resident = self._profile.fixed_bytes + sum(layer.parameter_bytes for layer in layers)
         coming = _times(-1, _plus(*self._gradients))
         self._resident = self._one_variable(_plus({ONE: resident / _MB}, _times(-1, away), coming))

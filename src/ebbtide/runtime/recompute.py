@@ -933,7 +933,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if not address_of(tensor):
             return self._hooks.pack(tensor)
         # The program may change a bias before backward, which autograd would not notice.
-        if tensor.nbytes <= _COPIED_BYTES and self._hooks.is_weight(tensor):
+        if tensor.nbytes <= COPIED_BYTES and self._hooks.is_weight(tensor):
             return memory.clone(), 0, None
         if memory.is_inference():  # no version would tell of changes, and autograd saves none
             return self._hooks.pack(memory.clone())
@@ -985,7 +985,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         self._slots.clear()
 
 
-_COPIED_BYTES: Final = 64 * 2**10
+COPIED_BYTES: Final = 64 * 2**10
 COMPILED: Final = "is compiled, so that no operations of it can run again by themselves"
 _DIFFERS: Final = "gives other values when it runs again"
 _SAMPLED: Final = 256

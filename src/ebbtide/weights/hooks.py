@@ -596,14 +596,23 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-    """Return the groups whose parameters an optimizer steps at once if all are on one device.
+    """Return the groups for which an optimizer computes at once if all of them is on one device.
 
     Torch's own do so unless they are fused, or told to step one parameter after the other. Where
-    some of a group are on the host, they step one after the other, too.
+    some of a group are on the host, they step one after the other, too. SGD changes parameters in
+    place, unless it adds something to the gradients before.
     """
-    groups = optimizer.param_groups
-    at_once = [g for g in groups if g.get("foreach", False) is not False and not g.get("fused")]
-    return [group["params"] for group in at_once]
+    return [
+        group["params"]
+        for group in optimizer.param_groups
+        if group.get("foreach", False) is not False
+        and not group.get("fused")
+        and not (
+            type(optimizer) is torch.optim.SGD
+            and not group.get("weight_decay")
+            and not group.get("maximize")
+        )
+    ]
 
 
 def joins_parameters(optimizer: torch.optim.Optimizer) -> bool:
