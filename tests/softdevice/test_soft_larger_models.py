@@ -317,9 +317,41 @@ def test_a_plan_counts_the_copies_of_weights_that_recomputed_layers_keep(
     model = build(GPT).to(device)
     weight_bytes = sum(each.nbytes for each in model.parameters())
     budget_bytes = DeviceMemory(device).now_bytes() + int(4.1 * weight_bytes)
-    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL):
+    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL) as handle:
         for _, peak_bytes in train(model, wide(12).to(device)):
             assert peak_bytes <= budget_bytes
+        assert handle.plan is not None
+        copied = {each.name: each.copied_bytes for each in handle.plan.profile.layers}
+    assert copied["blocks.3"] == sum(each.nbytes for each in Attention(64).parameters())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_budget_has_room_for_an_optimizer_that_steps_late(
+    make: type[torch.optim.Optimizer], device: torch.device
+) -> None:
+    """Gradients are added up over eight forwards; by then, the plan has settled."""
+    batches = [wide(16) + each for each in range(8)]
+
+    def accumulate(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+        optimizer, memory = make(model.parameters(), lr=1e-3), DeviceMemory(device)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for batch in batches:
+                memory.reset_peak()
+                loss = model((batch % 64).to(device)).square().mean()
+                loss.backward()
+                if batch is batches[-1]:
+                    optimizer.step()
+                yield loss.detach().cpu(), memory.peak_bytes()
+
+    expected = [loss for loss, _ in accumulate(build(GPT).to(device))]
+    model = build(GPT).to(device)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    budget_bytes = DeviceMemory(device).now_bytes() + int(4.1 * weight_bytes)
+    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL):
+        for number, (loss, peak_bytes) in enumerate(accumulate(model)):
+            assert torch.equal(loss, expected[number])
+            assert peak_bytes <= budget_bytes, number
 
 
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:

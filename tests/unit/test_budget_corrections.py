@@ -621,3 +621,41 @@ def test_weights_leave_after_the_first_step_if_no_plan_fits(budget_mb: int, fits
     study.learn_memory(watched(*[28] * 9, profile=profile))
     with contextlib.nullcontext() if fits else pytest.raises(BudgetError):
         study.choose(0)
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_is_expected() -> None:
+    """The loop adds up gradients. An Adam makes 2 x 3 MB, and computes 3 MB more in its step."""
+    profile = make_profile(*[make_layer(8)] * 3)
+    study = BudgetStudy(profile, ACCELERATOR, 100 * MB, MB)
+    study.expect_state(3 * MB)
+    measured = watched(*[12] * 11, profile=profile)
+    measured.begin_bytes, measured.has_update = MB, False
+    study.learn_memory(measured)
+    study.choose(MB)
+    found = study.step.profile
+    assert (found.fixed_bytes, found.at_once_bytes) == (7 * MB, 3 * MB)
+    assert found.after_working_bytes == 0
+    # What was measured had no state yet, so that passes with it need so much more.
+    assert max(study._predict_measured().peak_by_position) == (12 + 6) * MB
+    # When it has stepped, all is known.
+    study.learn_state(6 * MB, {})
+    assert not study.expects_state
+    study.choose(7 * MB)
+    assert study.step.profile.fixed_bytes == 7 * MB
+
+
+@pytest.mark.parametrize(("state_mb", "is_planned_again"), [(6, False), (3, True), (9, True)])
+def test_a_plan_for_another_state_than_the_optimizer_has_is_made_again(
+    state_mb: int, is_planned_again: bool
+) -> None:
+    profile = make_profile(*[make_layer(8, 4)] * 4)
+    study = BudgetStudy(profile, ACCELERATOR, 60 * MB)
+    study.expect_state(3 * MB)
+    for _ in range(4):
+        plan = study.choose(0)
+        peaks = watched(*[(plan.peak_bytes or 0) // MB - 6] * 9, profile=profile)
+        peaks.has_update = False
+        study.learn(traced(study.profile, 2.0), plan.step_s or 9.0, peaks.peak_bytes, peaks)
+    assert study.phase is Phase.SETTLED
+    study.learn_state(state_mb * MB, {})
+    assert (study.phase is not Phase.SETTLED) is is_planned_again

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ebbtide.devices.process import watch_optimizers
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import trace_of
@@ -35,6 +36,7 @@ from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
 from ebbtide.runtime.torch_internals import in_backward, tree_flatten, tree_leaves
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size, parse_budget_bytes
+from ebbtide.weights.hooks import parameters_of
 from ebbtide.weights.model_weights import ModelWeights
 
 # ---- Tells steps apart that need plans of their own, and remembers the plans of a few of them ----
@@ -165,6 +167,11 @@ _LOG = logging.getLogger(__name__)
 # to be on the device, with their gradients and their state. Plans of other kinds of steps take the
 # weights as they are. If none of theirs fits, all weights rest again, for good.
 
+# [Note: an optimizer that has not stepped] Where gradients are added up over several forwards, the
+# first steps are measured, and planned, before an optimizer has made its state. If gradients stay
+# and none has stepped, an Adam is expected: two states of each trained weight, and as much again in
+# its step where all are on the device. When it has stepped, its state is known.
+
 # [Note: what counts] A budget is of what tensors use at once. Torch also caches what was freed, and
 # returns that by itself where the device has no more. It is not returned here, and makes no plan
 # smaller: to return it before passes that need room waits for the device, and all pages are mapped
@@ -190,6 +197,7 @@ class _Running(NamedTuple):
         failures: how often memory had been short by then.
         num_refused: how often the store had been full by then.
         is_own: whether the study is of this kind, and not of one with larger tensors.
+        num_optimized: how often optimizers had stepped by then.
     """
 
     kind: Kind
@@ -201,6 +209,7 @@ class _Running(NamedTuple):
     failures: int
     num_refused: int
     is_own: bool = True
+    num_optimized: int = 0
 
 
 @final
@@ -256,6 +265,9 @@ class BudgetController:
         self._most_forwards: dict[Kind, int] = {}  # of kinds whose steps differ in that
         self._has_fitted = False  # whether a step was within the budget
         self._said: set[str] = set()  # what the user knows
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._num_optimized = 0  # times that optimizers of the model have stepped
+        watch_optimizers(after=self._note_optimized)
         self._memory = memory or memory_of(engine.torch_device)
         self._loosen: Callable[[], object] = lambda: None
         self._begin_on(engine.torch_device)
@@ -377,6 +389,8 @@ class BudgetController:
         """
         # Smaller tensors than those that were planned for say nothing of the plan.
         is_own = known == kind
+        if is_own and study.expects_state and self._num_optimized:
+            self._learn_state(study)
         measures = is_own and study.phase is not Phase.SETTLED
         if measures:
             self._memory.return_freed()
@@ -408,13 +422,42 @@ class BudgetController:
         running = self._begun(kind, study, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
 
+    def _note_optimized(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = self._model()
+        if optimizer not in self._optimizers and model is not None:
+            if set(parameters_of(optimizer)).isdisjoint(model.parameters()):
+                return
+            self._optimizers.add(optimizer)
+        self._num_optimized += 1
+
+    def _awaits_optimizer(self) -> bool:
+        """Whether gradients are added up for an optimizer that has not stepped yet."""
+        model = self._model()
+        if model is None or self._num_optimized:
+            return False
+        return any(each.grad is not None for each in model.parameters())
+
+    def _trained_bytes(self, device: torch.device | None = None) -> int:
+        """Return what the trained weights occupy, all of them or those on one device."""
+        model = self._model()
+        trained = (p for p in (() if model is None else model.parameters()) if p.requires_grad)
+        there = (p for p in trained if device is None or p.device == device)
+        return sum(getattr(p, "_local_tensor", p).nbytes for p in there)
+
+    def _learn_state(self, study: BudgetStudy) -> None:
+        """Tell a study what the optimizer has that was still to step when it was made."""
+        states = (each for of in self._optimizers for each in of.state.values())
+        tensors = (each for state in states for each in state.values() if isinstance(each, Tensor))
+        sizes = self._weights.sizes() if self._weights and study is self._placing else {}
+        study.learn_state(sum(each.nbytes for each in tensors), sizes)
+
     def _note_weights(self, study: BudgetStudy) -> None:
         """Tell the study that places the weights which of them are there now."""
         if self._weights is not None and study is self._placing:
             study.note_weights(
                 self._weights.there_bytes(),
                 self._engine.transfers.account.weight_bytes,
-                self._weights.at_once_bytes(),
+                self._trained_bytes() if study.expects_state else self._weights.at_once_bytes(),
             )
 
     def _begin_bytes(self, study: BudgetStudy) -> int:
@@ -481,7 +524,17 @@ class BudgetController:
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
         begin_s = time.perf_counter()
-        return _Running(kind, study, watch, False, begin_s, number, failures, num_refused)
+        return _Running(
+            kind,
+            study,
+            watch,
+            False,
+            begin_s,
+            number,
+            failures,
+            num_refused,
+            num_optimized=self._num_optimized,
+        )
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the step that begins now, which offloads all that can leave."""
@@ -579,7 +632,8 @@ class BudgetController:
         # The first kind of step decides about the weights, as two would have them move for ever.
         weights = None if self._placing else self._weights
         if weights is not None and self._resting and self._num_rested < _MOST_RESTED:
-            profile = with_weight_bytes(profile, weights.sizes(), self._hardware)
+            sizes = weights.sizes(expects_state=self._awaits_optimizer())
+            profile = with_weight_bytes(profile, sizes, self._hardware)
             profile = dataclasses.replace(profile, keeps_gradients=weights.have_gradients())
         resting_bytes = sum(each.parameter_bytes for each in profile.layers)
         study = BudgetStudy(
@@ -594,6 +648,8 @@ class BudgetController:
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
         self._note_ahead(study)
+        if self._awaits_optimizer():
+            study.expect_state(self._trained_bytes(self._device))
         return study
 
     def _learn(self) -> None:
@@ -605,6 +661,8 @@ class BudgetController:
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
         if watch is not None:
             watch.finish()
+            is_known = not self._num_optimized and not self._awaits_optimizer()
+            watch.has_update = is_known or self._num_optimized > running.num_optimized
         else:
             self._memory.return_freed()
         peak_bytes = self._memory.peak_bytes() if watch is None else watch.peak_bytes

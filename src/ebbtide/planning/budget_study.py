@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import sys
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Mapping, Set
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
@@ -34,11 +34,13 @@ from ebbtide.planning.recorded import (
     PassWatch,
     measured_hardware,
     measured_profile,
+    with_weight_bytes,
 )
 from ebbtide.planning.relaxation import everywhere
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.runtime.handles import Decision
 from ebbtide.units import format_size
+from ebbtide.weights.model_weights import ADAM_STATES, WeightBytes
 
 _AGAIN: Final = "again"
 """The way of a layer that is recomputed."""
@@ -226,6 +228,9 @@ _LESS: Final = 0.9
 SURE: Final = 1.5
 """How far over the budget a prediction may be to be tried, if no other plan is left."""
 
+_SAME_STATE: Final = 0.02
+"""By which share an optimizer's state may be other than expected, as it counts its steps, too."""
+
 _QUICK_S: Final = 2.0
 """Seconds that a search may take: more found nothing better for GPTs of 20 layers."""
 
@@ -284,6 +289,7 @@ class BudgetStudy:
         places_weights: whether plans say which weights rest on the host.
         weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
             near the budget is tried.
+        expects_state: whether an optimizer is expected to step that has not yet.
         phase: how far the planning is.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
@@ -310,6 +316,7 @@ class BudgetStudy:
         self._there_bytes = self._buffer_bytes = 0  # of those, when the last step began
         self._end_peak_bytes = 0  # of the work after the last pass, without them, too
         self._at_once_bytes = 0  # what that needs beside if no weights rest,
+        self._expected_bytes = 0  # of the state of an optimizer that has not stepped
         self._has_all_there = False  # as was measured
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._tried: list[_Followed] = []  # that were measured, as far as they may come again
@@ -318,6 +325,7 @@ class BudgetStudy:
         rests = everywhere(profile)
         self.places_weights = any(rests)
         self.weights_can_leave = self._has_memory = self._had_gradients = False
+        self.expects_state = False
         self._recorded = with_weights(offload_or_rebuild(profile), rests)
         self._now = _Followed(self._recorded)
         self._predict_now()
@@ -361,7 +369,7 @@ class BudgetStudy:
         """
         if self.phase is not Phase.SETTLED or self._searches:
             # A process holds more than when it was last measured: the optimizer's state is new.
-            self._begin_bytes = begin_bytes
+            self._begin_bytes = begin_bytes + self._expected_bytes
         if self.phase is Phase.FRUGAL and self._has_memory and self.weights_can_leave:
             peak_bytes = self._predict_measured().peak_bytes
             if not self.is_to_be_timed:
@@ -387,6 +395,32 @@ class BudgetStudy:
         self._there_bytes, self._buffer_bytes = there_bytes, buffer_bytes
         if not self._has_all_there and not self._hardware.computes_on_host:
             self._at_once_bytes = at_once_bytes
+
+    def expect_state(self, trained_bytes: int) -> None:
+        """Expect an optimizer that has not stepped. See [Note: an optimizer that has not stepped].
+
+        Args:
+            trained_bytes: what it trains on the device, without what the profile has.
+        """
+        self.expects_state, self._expected_bytes = True, ADAM_STATES * trained_bytes
+        self._begin_bytes += self._expected_bytes
+        if not self.places_weights and not self._hardware.computes_on_host:
+            self._at_once_bytes = trained_bytes
+
+    def learn_state(self, state_bytes: int, sizes: Mapping[str, WeightBytes]) -> None:
+        """Learn what state the optimizer has that has stepped now.
+
+        Args:
+            state_bytes: all of it.
+            sizes: what the weights occupy that the profile has; empty if it has none.
+        """
+        expected_bytes = sum(each.optimizer_bytes for each in self.profile.layers)
+        expected_bytes += self._expected_bytes
+        self.expects_state, self._expected_bytes = False, 0
+        self.profile = with_weight_bytes(self.profile, sizes, self._hardware)
+        is_other = abs(state_bytes - expected_bytes) > _SAME_STATE * expected_bytes
+        if is_other and self.phase is Phase.SETTLED:
+            self._search_again()
 
     def _planned_weight_bytes(self) -> int:
         """Return what the weights on the device need in the end, and all that belongs to them."""
@@ -429,12 +463,15 @@ class BudgetStudy:
         if watch.has_gradients and not self.profile.keeps_gradients:
             self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
         self._begin_bytes = max(0, watch.begin_bytes - self._there_bytes - self._buffer_bytes)
+        self._begin_bytes += self._expected_bytes
         self._predict_now()
         # Gradients that several steps add up are missing in the first of these.
         planned_bytes = self._planned_weight_bytes()
         coming = self.profile.coming_gradients([each.weights_on_host for each in self.plan.layers])
-        owed_bytes = planned_bytes - sum(coming) - self._there_bytes
+        owed_bytes = planned_bytes - sum(coming) - self._there_bytes + self._expected_bytes
         self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
+        if not watch.has_update:
+            return
         end_peak_bytes = max(0, watch.end_peak_bytes - planned_bytes)
         if self.places_weights and not self.plan.has_weights_on_host:
             self._has_all_there = True
@@ -442,6 +479,8 @@ class BudgetStudy:
             self._at_once_bytes = max(0, end_peak_bytes - resting_bytes)
         else:
             self._end_peak_bytes = end_peak_bytes
+            if not self.places_weights:
+                self._at_once_bytes = 0  # that peak has it
 
     def learn_from(self, other: BudgetStudy) -> None:
         """Take over what was measured of the same step with all weights on the device.

@@ -602,6 +602,7 @@ class PassWatch:
 
     Attributes:
         has_gradients: as given.
+        has_update: whether an optimizer has stepped at its end, or none is expected to.
         begin_bytes: memory in use when the step began.
         peak_bytes: the peak of the whole step.
         calls: the calls of layers in the first forward of the step.
@@ -620,7 +621,7 @@ class PassWatch:
         measures: bool = True,
     ) -> None:
         self._measures = measures
-        self.has_gradients = has_gradients
+        self.has_gradients, self.has_update = has_gradients, True
         self._positions = None if profile is None else Positions(profile)
         self._memory, self._account = memory, account
         # Returning it takes milliseconds, so that long steps do not do it in each pass.

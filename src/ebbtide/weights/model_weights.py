@@ -41,6 +41,9 @@ from ebbtide.weights.overlap import StepOverlap, find_overlap
 
 CPU: Final = torch.device("cpu")
 
+ADAM_STATES: Final = 2
+"""How many tensors an Adam keeps for each that it trains; it is assumed until one has stepped."""
+
 Materialize = Callable[[nn.Module], object] | str | os.PathLike[str]
 """Gives a module's own parameters their values, or is a folder of safetensors that has them."""
 
@@ -157,35 +160,38 @@ class ModelWeights:
             layers = match_layers(model, chosen)
             self._hooks = offload_weights(model, layers, self._policy, transfers, origin)
             self._engine.rest(self._hooks)
+        if names is None:
+            named = model.named_parameters()
+            self._movable = [name for name, each in named if each in self._resting]
         home, brings = transfers.device.torch_device, origin is not None
         move(model, home, but=self._resting, buffers=brings)
         if home.type != "cpu":  # in files, the state follows in the optimizer's step
             for optimizer in list(self._optimizers):
                 bring_state(optimizer, set(model.parameters()))
 
-    def sizes(self) -> dict[str, WeightBytes]:
-        """Return what the weights at rest occupy, by the name of the first layer that has them."""
+    def sizes(self, *, expects_state: bool = False) -> dict[str, WeightBytes]:
+        """Return what weights occupy that rest if all do, by the name of the first layer with them.
+
+        Args:
+            expects_state: whether no optimizer has stepped yet that will, so that they are to have
+                the state of an Adam.
+        """
         sizes: dict[str, WeightBytes] = {}
-        seen = set[nn.Parameter]()
-        self._movable = []
+        left = set(self._movable_parameters())
         for name, layer in self._layers().items():
-            own = layer.named_parameters(prefix=name)
-            named = {each: of for of, each in own if each in self._resting and each not in seen}
-            resting = list(named)
-            seen.update(named)
-            self._movable.extend(named.values())
+            own = left.intersection(layer.parameters())
+            left -= own
+            trained_bytes = sum(each.nbytes for each in own if each.requires_grad)
+            state_bytes = sum(map(self._state_bytes, own))
             sizes[name] = WeightBytes(
-                sum(each.nbytes for each in resting),
-                sum(each.nbytes for each in resting if each.requires_grad),
-                sum(map(self._state_bytes, resting)),
+                sum(each.nbytes for each in own),
+                trained_bytes,
+                ADAM_STATES * trained_bytes if expects_state else state_bytes,
             )
         return sizes
 
     def there_bytes(self) -> int:
-        """Return what those weights occupy on the device that `sizes` has been asked for last.
-
-        They have their gradients and their state with them.
-        """
+        """Return what the weights that can rest occupy on the device, with gradients and state."""
         home, there_bytes = self._engine.torch_device, 0
         for parameter in self._movable_parameters():
             if home.type != "cpu" or parameter not in self._resting:
@@ -202,7 +208,7 @@ class ModelWeights:
         return max(sizes, default=0)
 
     def have_gradients(self) -> bool:
-        """Return whether any of those weights has a gradient, wherever it is."""
+        """Return whether any weight that can rest has a gradient, wherever it is."""
         return any(each.grad is not None for each in self._movable_parameters())
 
     def _movable_parameters(self) -> list[nn.Parameter]:
