@@ -86,7 +86,7 @@ class Corrections:
     def __init__(self, profile: StepProfile, *, awaits_copies: bool = True) -> None:
         self._awaits_copies = awaits_copies
         gradients = [0] * len(profile.layers)
-        for index, last in enumerate(profile.last_calls()):
+        for index, last in enumerate(profile.last_calls):
             for each in range(index, last + 1):  # while any call's backward is still to come
                 gradients[each] += profile.layers[index].gradient_bytes
         self._gradients = [*[0] * (len(gradients) + 1), *reversed(gradients)]

@@ -103,7 +103,7 @@ class StorageUses:
                 self.memories.append(Memory(layer.input_bytes, True, (), None))
             else:
                 self.inputs.append(None)
-        self.owners = profile.owners()
+        self.owners = profile.owners
         self._may_recompute = [layer.may_recompute for layer in profile.layers]
         # What others hold, such as the batch, stays if its layer saves nothing, too.
         self._staying = [
@@ -438,7 +438,7 @@ class _Run:
         resting = [each.weights_on_host for each in plan.layers]
         self._coming_gradients = profile.coming_gradients(resting)
         self._resident_bytes -= sum(self._coming_gradients)
-        for layer, last, rests in zip(profile.layers, profile.last_calls(), resting, strict=True):
+        for layer, last, rests in zip(profile.layers, profile.last_calls, resting, strict=True):
             self._coming_gradients[last] += layer.gradient_bytes if rests else 0  # to leave again
         self.peaks: list[int] = []
         self.more_bytes = [0] * (2 * len(profile.layers) + 1)  # by position

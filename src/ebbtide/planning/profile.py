@@ -259,25 +259,27 @@ class StepProfile:
         """
         coming = [0] * len(self.layers)
         if not self.keeps_gradients:
-            triples = zip(self.layers, self.last_calls(), resting, strict=True)
+            triples = zip(self.layers, self.last_calls, resting, strict=True)
             for layer, last, rests in triples:
                 coming[last] += 0 if rests else layer.gradient_bytes
         return coming
 
+    @functools.cached_property
     def owners(self) -> list[int]:
-        """Return the layer whose weights each layer computes with: another call, or itself."""
+        """The layer whose weights each layer computes with: another call, or itself."""
         by_name = self.weight_owners()
         return [
             index if layer.parameter_bytes else by_name.get(layer.name, [index])[0]
             for index, layer in enumerate(self.layers)
         ]
 
+    @functools.cached_property
     def last_calls(self) -> list[int]:
-        """Return the last layer that computes with the weights of each layer.
+        """The last layer that computes with the weights of each layer.
 
         Its backward comes first, and brings the gradients, which all calls add to.
         """
-        last = {owner: index for index, owner in enumerate(self.owners())}
+        last = {owner: index for index, owner in enumerate(self.owners)}
         return [last.get(index, index) for index in range(len(self.layers))]
 
     def inside_bytes(self, index: int) -> int:

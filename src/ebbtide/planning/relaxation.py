@@ -413,7 +413,7 @@ class _Programme:
         layers = self._profile.layers
         self._rests: list[Terms] = [{} for _ in layers]  # fraction on the host
         everything = self._profile.coming_gradients([False] * len(layers))
-        last_calls = self._profile.last_calls()
+        last_calls = self._profile.last_calls
         self._gradients = [{ONE: size / _MB} if size else Terms() for size in everything]
         self._h: list[tuple[int, int]] = []  # variables, and the bytes that they place
         away: Terms = {}
