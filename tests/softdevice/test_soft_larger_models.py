@@ -354,6 +354,24 @@ def test_a_budget_has_room_for_an_optimizer_that_steps_late(
             assert peak_bytes <= budget_bytes, number
 
 
+def test_a_loop_that_writes_weights_itself_has_no_optimizer_to_come(device: torch.device) -> None:
+    """Its gradients stay, too, and are filled with zeros."""
+    model = build(GPT).to(device)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    budget_bytes = DeviceMemory(device).now_bytes() + int(4.1 * weight_bytes)
+    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL) as handle:
+        for _ in range(5):
+            model(wide(16).to(device)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 1e-3 * parameter.grad
+                    parameter.grad.zero_()
+        assert handle.plan is not None
+        # The weights and their gradients, the words, and no state.
+        assert handle.plan.profile.fixed_bytes < 2.1 * weight_bytes
+
+
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
     """A plan for a larger batch does not fit beside weights that came back.
 

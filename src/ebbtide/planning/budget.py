@@ -267,6 +267,7 @@ class BudgetController:
         self._said: set[str] = set()  # what the user knows
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._num_optimized = 0  # times that optimizers of the model have stepped
+        self._last_versions = 0  # of the weights, when a step began
         watch_optimizers(after=self._note_optimized)
         self._memory = memory or memory_of(engine.torch_device)
         self._loosen: Callable[[], object] = lambda: None
@@ -429,6 +430,11 @@ class BudgetController:
                 return
             self._optimizers.add(optimizer)
         self._num_optimized += 1
+
+    def _versions(self) -> int:
+        """Return what grows whenever a weight is written, but through ``.data``."""
+        model = self._model()
+        return 0 if model is None else sum(each._version for each in model.parameters())
 
     def _awaits_optimizer(self) -> bool:
         """Whether gradients are added up for an optimizer that has not stepped yet."""
@@ -655,6 +661,9 @@ class BudgetController:
     def _learn(self) -> None:
         """Learn from the step that has ended."""
         running, self._running = self._running, None
+        versions, self._last_versions = self._last_versions, self._versions()
+        if running is not None and self._num_optimized == running.num_optimized:
+            self._num_optimized += self._last_versions > versions  # the loop itself writes weights
         self._engine.transfers.account.passes = None
         if running is None:
             return
