@@ -164,8 +164,9 @@ _LOG = logging.getLogger(__name__)
 # has two states and computes as much again, could need more than the budget, all weights rest on
 # the host from the beginning; otherwise, as soon as no plan fits with them on the device, or a
 # first step runs out of memory. A plan for a step with all weights at rest says which of them pay
-# to be on the device, with their gradients and their state. Plans of other kinds of steps take the
-# weights as they are. If none of theirs fits, all weights rest again, for good.
+# to be on the device, with their gradients and their state; what was measured with all of them on
+# the device says what such a step needs. Plans of other kinds of steps take the weights as they
+# are. If none of theirs fits, all weights rest again, for good.
 
 # [Note: an optimizer that has not stepped] Where gradients are added up over several forwards, the
 # first steps are measured, and planned, before an optimizer has made its state. If gradients stay
