@@ -292,3 +292,21 @@ def test_a_gradient_that_the_disk_refuses_raises(tmp_path: Path, seed: int) -> N
                 each(x).square().mean().backward()
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 assert torch.equal(mine.grad, theirs.grad)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_gradient_of_one_element_is_copied_like_any_other(tmp_path: Path) -> None:
+    """A copy by torch itself would make the host wait."""
+    model, device = nn.Sequential(*[Scaled() for _ in range(LAYERS)]), make_device(0)
+    store = build_store(device, "host", tmp_path, None)
+    with offloaded(model, store, device, layers=list(model)) as handle:
+        train(model)
+        assert handle.stats.gradient_bytes >= LAYERS * 4

@@ -462,3 +462,18 @@ def test_a_write_into_a_resting_slot_is_there_when_it_returns(store: DiskStore) 
     assert torch.equal(slot.tensor[96:1096], source)
     assert not slot.tensor[:96].any()
     store.drop(slot)
+
+
+def test_a_copy_for_which_there_is_no_thread_takes_no_room(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    source = random_bytes(MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(StoreFullError):
+            store.offload(source, now())
+    assert store.used_bytes == 0
+    assert torch.equal(reload(store, offload(store, source)), source)

@@ -197,3 +197,20 @@ def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.refusal is None
     assert memory.tensor.shape == (8192,)
     memory.give_back()
+
+
+@pytest.mark.parametrize(("more_bytes", "gives_way"), [(0, False), (1, True)])
+def test_what_is_left_is_given_back_only_if_something_does_not_fit_beside_it(
+    more_bytes: int, gives_way: bool
+) -> None:
+    class User:
+        leftover_bytes = 3 * PAGE
+        gave_way = False
+
+        def give_way(self) -> None:
+            self.gave_way = True
+
+    budget, user = host_memory.HostBudget(8 * PAGE), User()
+    budget.leftover_users.add(user)
+    budget.make_room(5 * PAGE + more_bytes)
+    assert user.gave_way is gives_way
