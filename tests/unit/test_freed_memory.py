@@ -57,7 +57,7 @@ PROGRAM = """
 import json, sys, torch
 from torch import nn
 import ebbtide
-from ebbtide.stores.measured_memory import ProcessMemory
+from ebbtide.stores import ProcessMemory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -183,7 +183,7 @@ def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) 
 
 BLOCKS = """
 import ctypes, json, psutil, torch
-from ebbtide.stores.measured_memory import ProcessMemory
+from ebbtide.stores import ProcessMemory
 from ebbtide.stores.measured_memory import are_large_blocks_mapped, return_freed_memory
 process, found, mapped = psutil.Process(), [], []
 first, second = ProcessMemory(), ProcessMemory()

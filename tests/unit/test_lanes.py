@@ -298,7 +298,7 @@ def test_a_copy_waits_for_its_events_and_passes_their_failure_on(
 
 AT_THE_END = """
 import torch
-from ebbtide.devices.lanes import WorkLane
+from ebbtide.devices import WorkLane
 from ebbtide.devices.lanes import defer
 
 square = torch.rand(300, 300)
@@ -369,7 +369,7 @@ def test_a_tensor_that_a_watching_thread_frees_is_freed_before_the_process_ends(
 def test_a_forked_child_waits_for_no_thread_at_its_end() -> None:
     code = """
 import os, sys, threading
-from ebbtide.devices.lanes import WorkLane
+from ebbtide.devices import WorkLane
 from ebbtide.devices.lanes import defer, watch
 go_on = threading.Event()
 lane = WorkLane("lane")
