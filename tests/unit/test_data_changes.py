@@ -285,3 +285,15 @@ def test_an_input_changed_before_its_output_is_saved(how: str) -> None:
             return [loss.detach(), *torch.autograd.grad(loss, [last])]
 
     assert_same_bits(program, EVERY_WAY[how])
+
+
+def test_a_large_weight_written_before_backward_is_noticed_by_a_recomputed_layer() -> None:
+    """Small ones are copied. A version would tell of the write, were it not through ``data``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(192, 192), nn.GELU()) for _ in range(2)])
+    with ebbtide.offload(model, activations=ActivationPolicy(mode="recompute", min_bytes=1)):
+        loss = model(torch.rand(8, 192)).sum()
+        _scaled(next(model.parameters()))
+        with pytest.raises(ebbtide.SavedTensorModifiedError):
+            loss.backward()
+        model(torch.rand(8, 192)).sum().backward()  # what it saves is offloaded from now on

@@ -17,8 +17,8 @@ layer uses an operation with arguments of these shapes, the tensors that it save
 held until its forward ends. Then the operations run again, and their results are compared to the
 bit. If they are the same, the tensors are freed, and the operations are proven. If not, the
 tensors are saved as if the layer were not recomputed, which it never is again. Code that writes
-memory so in a later call only is found by samples: some elements of what is saved are kept, and
-compared with what is computed again.
+memory so in a later call only, or between a forward and its backward, is found by samples: some
+elements of what is saved are kept, and compared with what is computed again.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ class Proofs:
         raise SavedTensorModifiedError(
             f"layer {layer.index} ({layer.name}) was computed again in backward and gave other "
             f"values than in its forward, so gradients are wrong: code in it, such as a kernel of "
-            f"an extension, writes memory without a word to torch. Repeat the step from the "
-            f"weights before it; from now on the layer is not recomputed"
+            f"an extension, writes memory without a word to torch, or the program has written a "
+            f"weight through .data before backward. Repeat the step from the weights before it; "
+            f"from now on the layer is not recomputed"
         )
 
     def warn(self) -> None:
@@ -888,7 +889,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         with aside():
             handle = RecomputedTensor(self._recording, slot, tensor)
             # What no operation of the graph has made may be written by the operator that saves it.
-            if not self._verifies and tensor.grad_fn is not None and slot not in self._loose:
+            if tensor.grad_fn is not None and slot not in self._loose:
                 handle.sample = _sample(tensor)
         self._meter.num_saved += 1
         self._meter.saved_bytes += tensor.nbytes
