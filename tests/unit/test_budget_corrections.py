@@ -564,7 +564,7 @@ def test_what_is_in_use_throughout_is_not_computed_at_once(monkeypatch: pytest.M
         measured = watched(*[9] * 5, profile=profile)
         measured.begin_bytes = (12 + there_mb) * MB
         study.learn(traced(profile, 1.0), 9.0, 9 * MB, measured)
-        study.choose(12 * MB)
+        study.choose((12 + there_mb) * MB)
     assert study.step.profile.at_once_bytes == 5 * MB
 
 

@@ -199,6 +199,7 @@ class _Running(NamedTuple):
         num_refused: how often the store had been full by then.
         is_own: whether the study is of this kind, and not of one with larger tensors.
         num_optimized: how often optimizers had stepped by then.
+        versions: the sum of the trained weights' versions, if it is asked for when the step ends.
     """
 
     kind: Kind
@@ -211,6 +212,7 @@ class _Running(NamedTuple):
     num_refused: int
     is_own: bool = True
     num_optimized: int = 0
+    versions: int | None = None
 
 
 @final
@@ -268,7 +270,6 @@ class BudgetController:
         self._said: set[str] = set()  # what the user knows
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._num_optimized = 0  # times that optimizers of the model have stepped
-        self._last_versions = 0  # of the weights, when a step began
         watch_optimizers(after=self._note_optimized)
         self._memory = memory or memory_of(engine.torch_device)
         self._loosen: Callable[[], object] = lambda: None
@@ -399,7 +400,7 @@ class BudgetController:
             if self._device.type != "cpu":
                 self._finish_copies()
             self._note_weights(study)
-        plan = study.choose(self._begin_bytes(study)) if is_own else study.plan
+        plan = study.choose(self._memory.now_bytes()) if measures else study.plan
         followed = self._followed
         self._followed = (study, plan.layers, plan.max_inflight_bytes, plan.windows)
         if self._followed != followed:
@@ -432,24 +433,25 @@ class BudgetController:
             self._optimizers.add(optimizer)
         self._num_optimized += 1
 
+    def _trained(self) -> list[nn.Parameter]:
+        model = self._model()
+        return [] if model is None else [each for each in model.parameters() if each.requires_grad]
+
     def _versions(self) -> int:
         """Return what grows whenever a weight is written, but through ``.data``."""
-        model = self._model()
-        return 0 if model is None else sum(each._version for each in model.parameters())
+        return sum(each._version for each in self._trained())
+
+    def _have_gradients(self) -> bool:
+        return any(each.grad is not None for each in self._trained())
 
     def _awaits_optimizer(self) -> bool:
         """Whether gradients are added up for an optimizer that has not stepped yet."""
-        model = self._model()
-        if model is None or self._num_optimized:
-            return False
-        return any(each.grad is not None for each in model.parameters())
+        return not self._num_optimized and self._have_gradients()
 
     def _trained_bytes(self, device: torch.device | None = None) -> int:
         """Return what the trained weights occupy, all of them or those on one device."""
-        model = self._model()
-        trained = (p for p in (() if model is None else model.parameters()) if p.requires_grad)
-        there = (p for p in trained if device is None or p.device == device)
-        return sum(getattr(p, "_local_tensor", p).nbytes for p in there)
+        there = (each for each in self._trained() if device is None or each.device == device)
+        return sum(getattr(each, "_local_tensor", each).nbytes for each in there)
 
     def _learn_state(self, study: BudgetStudy) -> None:
         """Tell a study what the optimizer has that was still to step when it was made."""
@@ -466,14 +468,6 @@ class BudgetController:
                 self._engine.transfers.account.weight_bytes,
                 self._trained_bytes() if study.expects_state else self._weights.at_once_bytes(),
             )
-
-    def _begin_bytes(self, study: BudgetStudy) -> int:
-        """Return what is in use now, without the weights that a study has in its profile."""
-        now_bytes = self._memory.now_bytes()
-        if self._weights is None or study is not self._placing:
-            return now_bytes
-        there_bytes = self._weights.there_bytes() + self._engine.transfers.account.weight_bytes
-        return max(0, now_bytes - there_bytes)
 
     def _rest_all(self) -> bool:
         """Let all weights rest on the host; return whether that is new.
@@ -530,6 +524,8 @@ class BudgetController:
         """Return what there is to know of a step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
+        is_asked = watch is not None or (study is not None and study.expects_state)
+        versions = self._versions() if is_asked else None
         begin_s = time.perf_counter()
         return _Running(
             kind,
@@ -541,6 +537,7 @@ class BudgetController:
             failures,
             num_refused,
             num_optimized=self._num_optimized,
+            versions=versions,
         )
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -563,15 +560,13 @@ class BudgetController:
         account = self._engine.transfers.account
         # See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
         finish = None if self._device.type == "cpu" else self._finish_copies
-        model = self._model()
-        weights = () if model is None else model.parameters()
         return PassWatch(
             self._memory,
             account,
             profile,
             finish,
             *recorded,
-            has_gradients=any(each.grad is not None for each in weights),
+            has_gradients=self._have_gradients(),
             measures=measures,
         )
 
@@ -662,12 +657,12 @@ class BudgetController:
     def _learn(self) -> None:
         """Learn from the step that has ended."""
         running, self._running = self._running, None
-        versions, self._last_versions = self._last_versions, self._versions()
-        if running is not None and self._num_optimized == running.num_optimized:
-            self._num_optimized += self._last_versions > versions  # the loop itself writes weights
         self._engine.transfers.account.passes = None
         if running is None:
             return
+        is_unseen = self._num_optimized == running.num_optimized and running.versions is not None
+        if is_unseen and self._versions() != running.versions:
+            self._num_optimized += 1  # the loop itself writes weights
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
         if watch is not None:
             watch.finish()

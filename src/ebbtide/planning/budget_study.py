@@ -362,14 +362,14 @@ class BudgetStudy:
         """Return the plan for a step that begins now.
 
         Args:
-            begin_bytes: memory in use, without the weights that the profile has.
+            begin_bytes: memory in use, with the weights of `note_weights`.
 
         Raises:
             BudgetError: no plan fits into the budget.
         """
         if self.phase is not Phase.SETTLED or self._searches:
             # A process holds more than when it was last measured: the optimizer's state is new.
-            self._begin_bytes = begin_bytes + self._expected_bytes
+            self._begin_bytes = self._without_weights(begin_bytes)
         if self.phase is Phase.FRUGAL and self._has_memory and self.weights_can_leave:
             peak_bytes = self._predict_measured().peak_bytes
             if not self.is_to_be_timed:
@@ -422,6 +422,11 @@ class BudgetStudy:
         if is_other and self.phase is Phase.SETTLED:
             self._search_again()
 
+    def _without_weights(self, begin_bytes: int) -> int:
+        """Return what is in use beside the weights that the profile has, and will be."""
+        own_bytes = self._there_bytes + self._buffer_bytes
+        return max(0, begin_bytes - own_bytes) + self._expected_bytes
+
     def _planned_weight_bytes(self) -> int:
         """Return what the weights on the device need in the end, and all that belongs to them."""
         pairs = zip(self.profile.layers, self.plan.layers, strict=True)
@@ -462,8 +467,7 @@ class BudgetStudy:
         self._has_memory, self._had_gradients = True, watch.has_gradients
         if watch.has_gradients and not self.profile.keeps_gradients:
             self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
-        self._begin_bytes = max(0, watch.begin_bytes - self._there_bytes - self._buffer_bytes)
-        self._begin_bytes += self._expected_bytes
+        self._begin_bytes = self._without_weights(watch.begin_bytes)
         self._predict_now()
         # Gradients that several steps add up are missing in the first of these.
         planned_bytes = self._planned_weight_bytes()
