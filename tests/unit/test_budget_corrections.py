@@ -14,10 +14,13 @@ from ebbtide.devices import Layer, SimulatedDevice
 from ebbtide.errors import BudgetError
 from ebbtide.planning import (
     CautiousTiming,
+    Decision,
+    LayerPlan,
     Plan,
     StepAhead,
     StepProfile,
     StepTiming,
+    StorageId,
     keep_all,
     rule_plans,
 )
@@ -196,6 +199,48 @@ def test_a_layer_that_keeps_what_it_saves_needs_more_than_one_that_offloads_it()
     for plan, needed_mb in ((offloaded, 30), (together, 40), (keep_all(profile), 40)):
         timing = StepTiming(profile, LINK, more=corrections.more_bytes)
         assert timing.predict(plan).peak_by_position[2] == needed_mb * MB
+
+
+def test_a_layer_needs_no_more_in_another_way_than_what_stays_beside_what_it_needed() -> None:
+    """Its forward saves three tensors of 10 MB and uses 20 MB when they have all gone.
+
+    The first one was rebuilt. Offloaded, it is there until its copy is complete.
+    """
+    layer = make_layer(10, 10, 10)
+    recipe = {"sources": (StorageId(0, 0),), "rebuild_s": 0.0}
+    rebuilt = dataclasses.replace(layer.storages[1], **recipe)
+    layer = dataclasses.replace(layer, storages=(layer.storages[0], rebuilt, layer.storages[2]))
+    profile, saved = make_profile(layer), account()
+    watch = PassWatch(ScriptedMemory(0, 0, *[10] * 7, 20), saved, profile)
+    saved.passes = watch
+    watch.begin_forward_of(Layer(0, ""), ((), {}))
+    for _ in layer.storages:
+        record = SavedBytes(10)
+        for size in (10, -10):
+            saved.take(size * MB, Owner.KEPT, record)
+    saved.take(0, Owner.KEPT, SavedBytes(0))
+    watch.end_forward_of(Layer(0, ""))
+    watch.end_forward()
+    watch.begin_backward_of(0)
+    watch.finish()
+    assert (watch.peaks[0], watch.working[0]) == (20 * MB, 20 * MB)
+    frugal, corrections = BudgetStudy(profile, LINK, 0).plan, Corrections(profile)
+    timing = StepTiming(profile, LINK, more=corrections.more_bytes)
+    corrections.learn(watch, frugal, timing.predict(frugal))
+    keep, leave, rebuild = Decision.KEEP, Decision.OFFLOAD, Decision.REBUILD
+    for decisions, needed_mb in (
+        ((leave, rebuild, leave), 20),
+        ((leave, leave, leave), 30),
+        ((leave, keep, leave), 30),
+        ((keep, rebuild, leave), 30),
+        ((keep, keep, leave), 40),
+        ((keep, leave, keep), 50),
+        ((keep, keep, keep), 50),
+    ):
+        plan = Plan(layers=(LayerPlan(decisions=decisions),))
+        assert timing.predict(plan).peak_by_position[0] == needed_mb * MB
+    plan = Plan(layers=(LayerPlan(decisions=(leave, leave, leave)),), windows=(0, 0, 0))
+    assert timing.predict(plan).peak_by_position[0] == 50 * MB  # there all the time in its pass
 
 
 def used_beside(watch: PassWatch, what: str, changes: list[tuple[int, SavedBytes]]) -> int:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import sys
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
@@ -49,8 +49,8 @@ _AGAIN: Final = "again"
 def _ways(plan: Plan, *, again: bool | None = None) -> list[Hashable]:
     """Return how the layer at each position runs, as far as the memory of its passes depends on it.
 
-    In a pass with a window, what the layer offloads is there as long as what it keeps. Otherwise
-    it leaves one by one.
+    In a pass with a window, what the layer offloads is there as long as what it keeps, and counts
+    as kept. Otherwise it leaves one by one.
 
     Args:
         plan: the plan.
@@ -61,10 +61,31 @@ def _ways(plan: Plan, *, again: bool | None = None) -> list[Hashable]:
         if layer.mode is not LayerMode.AS_IS if again is None else again:
             ways.append(_AGAIN)
         elif plan.windows:
-            ways.append(tuple(each is Decision.REBUILD for each in layer.decisions))
+            leaves, stays = Decision.OFFLOAD, Decision.KEEP
+            ways.append(tuple(stays if each is leaves else each for each in layer.decisions))
         else:
             ways.append(layer.decisions)
     return [*ways, None, *reversed(ways)]
+
+
+def _beside_bytes(
+    sizes: Sequence[int], before: tuple[Decision, ...], way: tuple[Decision, ...]
+) -> int:
+    """Return the most that is there of what a layer saves, in one way beside another.
+
+    Args:
+        sizes: sizes of the storages that it saves.
+        before: what became of them in the other way.
+        way: what becomes of them. What leaves is there until its copy is complete, and the next
+            storage waits for that.
+    """
+    stays, leaves = 0, 0
+    for size_bytes, was, done in zip(sizes, before, way, strict=True):
+        if done is Decision.OFFLOAD:
+            leaves = max(leaves, size_bytes if was is Decision.REBUILD else 0)
+        elif was is Decision.OFFLOAD or done is Decision.KEEP is not was:
+            stays += size_bytes
+    return stays + leaves
 
 
 @final
@@ -72,10 +93,11 @@ class Corrections:
     """What was measured at each position beyond what a profile says, by how its layer ran.
 
     A layer that has not run in some way yet is taken to need what it used in the first step beside
-    what was there, while all that it saves stays; that is the most. Before a layer is recomputed
-    for the first time, its operations are proven: they run again at the end of its forward, while
-    all that it saves is still there. On a CPU, a forward that saves nothing is taken to need as
-    much as one that saves everything, which is more than it does.
+    what was there, while all that it saves stays; that is the most. It needs no more, either, than
+    in a way in which it has run, with what is there all the time only now. Before a layer is
+    recomputed for the first time, its operations are proven: they run again at the end of its
+    forward, while all that it saves is still there. On a CPU, a forward that saves nothing is taken
+    to need as much as one that saves everything, which is more than it does.
 
     Args:
         profile: the step.
@@ -91,6 +113,8 @@ class Corrections:
                 gradients[each] += profile.layers[index].gradient_bytes
         self._gradients = [*[0] * (len(gradients) + 1), *reversed(gradients)]
         self._inside = [profile.inside_bytes(index) for index in range(len(profile.layers))]
+        saved = [[each.size_bytes for each in layer.storages] for layer in profile.layers]
+        self._saved = [*saved, [], *reversed(saved)]
         self._measured: list[dict[Hashable, int]] = [{} for _ in self._gradients]
         self._staying: dict[int, int] = {}  # by position, if all that is saved stays
 
@@ -157,7 +181,13 @@ class Corrections:
                 return proof_bytes + min(known.values(), default=0)
             places.add(last - position)  # it runs the forward, too
         staying = [self._staying[each] for each in places if each in self._staying]
-        return max([0, *(staying or list(known.values()))])
+        most_bytes = max([0, *(staying or list(known.values()))])
+        if staying and isinstance(way, tuple):
+            sizes = self._saved[position]
+            tried = [(each, size) for each, size in known.items() if isinstance(each, tuple)]
+            beside = (needed + _beside_bytes(sizes, each, way) for each, needed in tried)
+            most_bytes = min([most_bytes, *beside])
+        return most_bytes
 
     def apply(self, profile: StepProfile, plan: Plan) -> StepProfile:
         """Return a profile with the working memory that the layers were measured to need.
