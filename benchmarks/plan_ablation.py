@@ -32,7 +32,6 @@ _STAGES: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
     "the programme's guide": ("_enter_guided", lambda *_: None),
     "rules by hand": ("_enter_simple", lambda *_: None),
     "annealing": ("anneal", lambda *_: None),
-    "whole numbers": ("_is_quick_in_whole_numbers", lambda *_: False),
 }
 """For each stage, the function of the search that is replaced, and by what."""
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
@@ -14,68 +10,7 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import PlanBudget, StorageUses
 from ebbtide.planning.profile import LayerProfile, StepProfile
 
-# ---- Keeps a line that the solver prints past Python out of a training script's output ----
-
-_STRAY: Final = b"HighsMipSolverData::"  # how the solver's line begins
-_LOCK: Final = threading.Lock()
-
-
-_Redirection = tuple[ctypes.CDLL, ctypes.c_void_p, int, ctypes.c_void_p, ctypes.c_size_t]
-"""What it takes to have C's standard output go to memory: the C library, the variable that it
-prints to, a stream in memory, which is never closed, as another thread may be about to print to it,
-and where its text is, and how long."""
-
-
-@contextlib.contextmanager
-def without_stray_lines() -> Iterator[None]:
-    """Drop the solver's own lines from standard output while the solver runs.
-
-    In some searches for whole numbers, HiGHS prints a line about itself with C's ``puts``, whatever
-    its options say. It would appear between the lines of a training script. In here, C's standard
-    output goes to memory, and afterwards the other lines are printed that came there, in their
-    order. What Python prints does not go this way, so it appears at once as ever.
-
-    Without such a C library (Windows, macOS), nothing is changed.
-    """
-    redirection = _prepare()
-    if redirection is None:
-        yield
-        return
-    with _LOCK:
-        libc, stdout, stream, text, num_bytes = redirection
-        own = stdout.value
-        stdout.value = stream
-        try:
-            yield
-        finally:
-            stdout.value = own
-            libc.fflush(ctypes.c_void_p(stream))
-            printed = ctypes.string_at(text.value, num_bytes.value) if text.value else b""
-            libc.rewind(ctypes.c_void_p(stream))
-            lines = printed.splitlines(keepends=True)
-            others = b"".join(line for line in lines if not line.startswith(_STRAY))
-            if others:
-                libc.fwrite(others, 1, len(others), ctypes.c_void_p(own))
-
-
-@functools.cache
-def _prepare() -> _Redirection | None:
-    """Return what redirects C's standard output; None where that cannot be done."""
-    try:
-        libc = ctypes.CDLL(None)
-        stdout = ctypes.c_void_p.in_dll(libc, "stdout")
-        libc.open_memstream.restype = ctypes.c_void_p
-        text, num_bytes = ctypes.c_void_p(), ctypes.c_size_t()
-        stream = libc.open_memstream(ctypes.byref(text), ctypes.byref(num_bytes))
-    except (AttributeError, TypeError, ValueError, OSError):
-        return None
-    return (libc, stdout, stream, text, num_bytes) if stream else None
-
-
 # ---- Minimizes linear costs under linear rows, with SciPy's HiGHS ----
-
-_MOST_NODES: Final = 40  # of the solver's search for whole numbers, so that it takes no longer
-_WHOLE_GAP: Final = 3e-4  # at which that search ends
 
 Terms = dict[int, float]
 """Coefficients by the number of a variable."""
@@ -86,14 +21,13 @@ ONE: Final = -1
 
 def load_solver() -> None:
     """Load the solver's libraries, so that no later search takes memory that stays taken."""
-    minimize([1.0], [1.0], [{0: -1.0, ONE: 0.5}], [0])
+    minimize([1.0], [1.0], [{0: -1.0, ONE: 0.5}])
 
 
 def minimize(
     costs: Sequence[float],
     upper: Sequence[float],
     rows: Sequence[Terms],
-    whole: Sequence[int],
     limit_s: float | None = None,
 ) -> tuple[float, list[float]] | None:
     """Minimize costs, with each row at most 0.
@@ -102,12 +36,10 @@ def minimize(
         costs: the cost of each variable.
         upper: the largest value of each variable; the smallest is 0.
         rows: the rows.
-        whole: the variables that must be whole numbers.
         limit_s: how long this may take; None: as long as it takes.
 
     Returns:
-        A lower bound of the costs, and the best values found; None if the rows contradict each
-        other.
+        The least costs, and the values that have them; None if the rows contradict each other.
 
     Raises:
         TimeoutError: it would take longer.
@@ -126,25 +58,14 @@ def minimize(
                 factors.append(factor)
         begins.append(len(columns))
     matrix = csr_matrix((factors, columns, begins), shape=(len(rows), len(costs)))
-    integrality = np.zeros(len(costs))
-    integrality[list(whole)] = 1
-    options = {"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP}
-    if limit_s is not None:
-        options["time_limit"] = max(limit_s, 1e-3)
-    with without_stray_lines():
-        result: Any = milp(
-            np.array(costs),
-            integrality=integrality,
-            bounds=(0, np.array(upper)),
-            constraints=(matrix, -np.inf, limits),
-            options=options,
-        )
+    result: Any = milp(
+        np.array(costs),
+        bounds=(0, np.array(upper)),
+        constraints=(matrix, -np.inf, limits),
+        options={} if limit_s is None else {"time_limit": max(limit_s, 1e-3)},
+    )
     if result.status == 2:
         return None
-    if whole:
-        if result.x is not None:
-            return float(result.mip_dual_bound), [float(value) for value in result.x]
-        return minimize(costs, upper, rows, (), limit_s)  # the limit came before a solution
     if result.status == 1:
         raise TimeoutError("the linear programme takes longer than it may")
     if result.status != 0:
@@ -222,9 +143,6 @@ def _bytes(profile: StepProfile, resting: Sequence[bool]) -> int:
 # of the step's time. Of several optima, it is one that copies little, so that a plan rounded
 # from it does; the bound is lower for that, by up to 1e-5 of the time of all copies.
 #
-# For short steps, the choice whether a layer is recomputed is held to whole numbers, which makes
-# the bound better; the programme then is a mixed-integer one.
-#
 # Where memory is shared by several layers, the programme counts it only where every plan has it.
 
 _MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
@@ -294,7 +212,6 @@ def relax(
     inflight_bytes: int | None = None,
     *,
     resting: Resting | None = (),
-    whole_layers: bool = False,
     limit_s: float | None = None,
 ) -> Relaxation | None:
     """Solve the linear programme.
@@ -309,8 +226,6 @@ def relax(
             memory only while their layer runs; empty: nobody's. None: the programme chooses, module
             by module and in fractions. Copies of weights cost nothing here, updates on the host do,
             as far as backward is too short to hide them.
-        whole_layers: whether a layer must be recomputed as a whole or not at all. The optimum is
-            then a better bound and guide. That takes too long for steps of hundreds of layers.
         limit_s: how long the solver may take; None: as long as it takes.
 
     Returns:
@@ -319,8 +234,7 @@ def relax(
     Raises:
         TimeoutError: the solver would take longer.
     """
-    programme = _Programme(profile, hardware, budget, inflight_bytes, resting)
-    return programme.solve(whole_layers=whole_layers, limit_s=limit_s)
+    return _Programme(profile, hardware, budget, inflight_bytes, resting).solve(limit_s)
 
 
 def _plus(*parts: Mapping[int, float]) -> Terms:
@@ -648,7 +562,7 @@ class _Programme:
 
     # ---- the optimum --------------------------------------------------------------------------
 
-    def solve(self, *, whole_layers: bool, limit_s: float | None) -> Relaxation | None:
+    def solve(self, limit_s: float | None) -> Relaxation | None:
         """Build the programme and solve it."""
         self._choices()
         self._place_weights()
@@ -659,10 +573,7 @@ class _Programme:
         offloaded = _plus(offloaded, *({each[1]: 1.0} for each in self._shared.values()))
         if self._budget.host_bytes is not None:
             self._at_most(offloaded, {ONE: -self._budget.host_bytes / _MB})
-        whole: list[int] = []
-        if whole_layers:
-            whole = [each for each in self._c if self._upper[each]] + [h for h, _ in self._h]
-        optimum = minimize(self._costs, self._upper, self._rows, whole, limit_s)
+        optimum = minimize(self._costs, self._upper, self._rows, limit_s)
         return None if optimum is None else self._read(*optimum)
 
     def _read(self, cost: float, values: Sequence[float]) -> Relaxation:

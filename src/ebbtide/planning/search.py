@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import random
 import time
@@ -91,7 +90,6 @@ def anneal(contest: Contest) -> None:
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
-_GUIDED_SHORT: Final = 300  # or, where the programmes are in whole numbers, this many,
 _FEWEST_GUIDES: Final = 3  # but no fewer programmes than this
 _LINK_SHARE: Final = 0.98  # of the link's bandwidth, that rounded plans are to use
 _PART_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget,
@@ -100,8 +98,7 @@ _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
 _SAME: Final = 1e-9  # difference of two steps that rounding of numbers may cause
-_SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick,
-_FEW: Final = 16  # and up to which that is so for equal layers, too
+_SHORT: Final = 64  # layers of steps that are short
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
 _SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
@@ -141,20 +138,17 @@ def search(
 
     places = [nowhere(profile), everywhere(profile)] if weights else [nowhere(profile)]
     ends = [contest_of(each) for each in places]
-    # With weights, the programme is solved once for each placement: in whole numbers that would
-    # take seconds.
-    whole = not weights or len(profile.layers) <= _FEW
     bounded: list[tuple[Contest, Relaxation]] = []
     bound_s = busy_s(profile)
     with contextlib.suppress(TimeoutError):  # then there are the plans made by hand
-        free = _relax(ends[0], None if weights else places[0], whole_layers=whole)
+        free = _relax(ends[0], None if weights else places[0])
         if free is not None:  # otherwise a plan may fit still: a layer can need less than it saves
             bound_s = free.bound_s
             tried = resting_choices(profile, free.resting_bytes) if weights else ()
             for contest in [*ends, *map(contest_of, tried)]:
                 if contest.is_late:
                     break
-                found = _relax(contest, contest.resting, whole_layers=whole) if weights else free
+                found = _relax(contest, contest.resting) if weights else free
                 if found is not None:
                     bounded.append((contest, found))
     best = _best_placement(bounded) or ends[-1]
@@ -218,24 +212,19 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
     )
 
 
-def _relax(
-    contest: Contest, resting: Resting | None, *, whole_layers: bool = True
-) -> Relaxation | None:
+def _relax(contest: Contest, resting: Resting | None) -> Relaxation | None:
     """Solve the programme for a bound, and for a plan that is rounded from it.
 
-    In whole numbers it may take half of the time that is left; in fractions it takes little.
-
     Raises:
-        TimeoutError: it took longer than there is time.
+        TimeoutError: it takes longer than there is time.
     """
-    solve = functools.partial(
-        relax, contest.profile, contest.hardware, contest.budget, resting=resting
+    return relax(
+        contest.profile,
+        contest.hardware,
+        contest.budget,
+        resting=resting,
+        limit_s=contest.left_s,
     )
-    if whole_layers and _is_quick_in_whole_numbers(contest.profile):
-        left_s = contest.left_s
-        with contextlib.suppress(TimeoutError):
-            return solve(whole_layers=True, limit_s=None if left_s is None else left_s / 2)
-    return solve(limit_s=contest.left_s)
 
 
 def find_frugal(
@@ -276,26 +265,6 @@ def _is_long(profile: StepProfile) -> bool:
     return len(profile.layers) > _LONG
 
 
-def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
-    """Whether the programme is solved quickly if layers are recomputed as a whole or not at all.
-
-    In steps of many equal layers, the solver would try one such layer after the other. There,
-    fractions of layers are rounded well, because it does not matter which of them is chosen.
-    """
-    count = len(profile.layers)
-    figures = (
-        (
-            each.forward_s,
-            each.backward_s,
-            each.input_bytes,
-            tuple(storage.size_bytes for storage in each.storages),
-        )
-        for each in profile.layers[:_SHORT]
-    )
-    different = len(set(figures))
-    return count <= _FEW or (count <= _SHORT and 2 * different > count)
-
-
 def _is_close(contest: Contest, bound_s: float) -> bool:
     gap = _CLOSE_IF_LONG if _is_long(contest.profile) else _CLOSE
     return contest.fitting_s <= bound_s * (1 + gap)
@@ -303,8 +272,7 @@ def _is_close(contest: Contest, bound_s: float) -> bool:
 
 def _enter_guided(contest: Contest, bound_s: float) -> None:
     """Enter plans that are rounded from the linear programme, for each bound on bytes in flight."""
-    count = len(contest.profile.layers)
-    most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
+    most = max(_FEWEST_GUIDES, _GUIDED_LAYERS // len(contest.profile.layers))
     solved = 0
     for inflight_bytes in _ordered_bounds(contest):
         over_bytes = over_below_bytes = 0
@@ -370,7 +338,6 @@ def _guide(
         PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes),
         None if inflight_bytes == BY_PASS else inflight_bytes,
         resting=contest.resting,
-        whole_layers=_is_quick_in_whole_numbers(contest.profile),
         limit_s=None if contest.left_s is None else max(contest.left_s, 0.1),
     )
 
