@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import io
+import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -30,17 +30,15 @@ class Task(NamedTuple):
         model: the model, on the meta device or on the CPU.
         batch: what it is called with.
         loss: computes the loss from what it returns; None: see `profile_with_fake_tensors`.
-        title: what it is, for people.
-        sizes: how large it is: ``resolution`` or ``seq``, and ``batch``, as far as it has them.
-        size: the same in words, such as ``"512 x 512, batch 8"``; may be empty.
+        title: what it is, for people: the model, and its options in words.
+        options: such as ``resolution`` or ``seq``, and ``batch``, as far as it has them.
     """
 
     model: nn.Module
     batch: Any
     loss: Callable[[Any], Tensor] | None = None
     title: str = ""
-    sizes: Mapping[str, int] = {}
-    size: str = ""
+    options: Mapping[str, int | str] = {}
 
 
 # ---- How a model is called with a batch, and the loss that a user need not give ----
@@ -243,45 +241,34 @@ class LanguageModel(nn.Module):
 # ---- The models that `ebbtide plan` knows by name, as functions like those that users write ----
 
 
-_UNO_CHANNELS: Final = (1, 2, 2, 2, 1)  # of each layer, in widths
-_UNO_SCALINGS: Final = (1, 0.5, 1, 1, 2)
-_UNO_MODES: Final = (1, 2, 2, 2, 1)  # of each layer, as divisors
-
-
 def _make_operator(
-    name: str,
-    *,
-    resolution: int,
-    batch: int,
-    width: int,
-    modes: int,
-    layers: int = len(_UNO_CHANNELS),
+    kind: str, dimensions: int, *, resolution: int, batch: int, width: int, modes: int, layers: int
 ) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    dimensions = DIMENSIONS[name]
     # neuralop warns that its defaults will change, and UNO prints its arguments.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
-            from neuralop.models import FNO, TFNO, UNO
+            from neuralop import models
         except ImportError as error:
             raise ImportError(
-                f"{name} comes from neuraloperator, which is not installed: pip install "
+                f"{kind} comes from neuraloperator, which is not installed: pip install "
                 f'"ebbtide[neuralop]". gpt, llama and module:function work without it'
             ) from error
+        shape: dict[str, Any] = {"n_modes": (modes,) * dimensions}
+        if kind == "TFNO":
+            shape |= {"factorization": "tucker", "rank": 0.05}
+        elif kind == "UNO":  # all layers but the first and the last one are on a coarse grid
+            inner = layers - 2
+            all_modes = modes, *[max(1, modes // 2)] * inner, modes
+            scalings = 1, 0.5, *[1] * (inner - 1), 2
+            shape = {
+                "uno_out_channels": [width, *[2 * width] * inner, width],
+                "uno_n_modes": [[each] * dimensions for each in all_modes],
+                "uno_scalings": [[each] * dimensions for each in scalings],
+                "channel_mlp_skip": "linear",
+            }
         common = {"in_channels": 1, "out_channels": 1, "hidden_channels": width, "n_layers": layers}
-        model: nn.Module
-        if name == "uno":
-            model = UNO(
-                **common,
-                uno_out_channels=[times * width for times in _UNO_CHANNELS],
-                uno_n_modes=[[max(1, modes // by)] * dimensions for by in _UNO_MODES],
-                uno_scalings=[[scaling] * dimensions for scaling in _UNO_SCALINGS],
-                channel_mlp_skip="linear",
-            )
-        elif name == "tfno":
-            model = TFNO((modes,) * dimensions, **common, factorization="tucker", rank=0.05)
-        else:
-            model = FNO((modes,) * dimensions, **common)
+        model: nn.Module = getattr(models, kind)(**common, **shape)
     return model, torch.empty(batch, 1, *[resolution] * dimensions), _mean_square
 
 
@@ -291,30 +278,29 @@ def _mean_square(y: Tensor) -> Tensor:
 
 
 def _make_language_model(
-    name: str, *, seq: int, batch: int, size: str
+    shapes: Mapping[str, LanguageModelShape], *, seq: int, batch: int, size: str
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    shapes = LANGUAGE_MODELS[name]
     if size.lower() not in shapes:
-        raise PolicyError(f"{name} has no --size {size}; its sizes are {', '.join(shapes)}")
-    model = LanguageModel(shapes[size.lower()], seq if name == "gpt" else None).bfloat16()
+        raise PolicyError(f"there is no --size {size} of it; its sizes are {', '.join(shapes)}")
+    model = LanguageModel(shapes[size.lower()], seq if shapes is GPT_SHAPES else None).bfloat16()
     tokens, targets = (torch.empty(batch, seq, dtype=torch.int64) for _ in range(2))
     return model, (tokens, targets)
 
 
-LANGUAGE_MODELS: Final = {"gpt": GPT_SHAPES, "llama": LLAMA_SHAPES}
+def _operator(kind: str, dimensions: int, layers: int = 4, **more: int) -> Callable[..., Any]:
+    return functools.partial(_make_operator, kind, dimensions, layers=layers, **more)
 
-BUILT_IN: Final[Mapping[str, Mapping[str, Any]]] = {
-    "fno1d": {"resolution": 8192, "batch": 8, "width": 64, "modes": 64, "layers": 4},
-    "fno2d": {"resolution": 512, "batch": 8, "width": 32, "modes": 16, "layers": 4},
-    "fno3d": {"resolution": 128, "batch": 1, "width": 32, "modes": 16, "layers": 4},
-    "tfno": {"resolution": 512, "batch": 8, "width": 32, "modes": 16, "layers": 4},
-    "uno": {"resolution": 512, "batch": 8, "width": 32, "modes": 16},
-    "gpt": {"seq": 1024, "batch": 1, "size": "124m"},
-    "llama": {"seq": 8192, "batch": 1, "size": "1b"},
+
+BUILT_IN: Final[Mapping[str, Callable[..., Any]]] = {
+    "fno1d": _operator("FNO", 1, resolution=8192, batch=8, width=64, modes=64),
+    "fno2d": _operator("FNO", 2, resolution=512, batch=8, width=32, modes=16),
+    "fno3d": _operator("FNO", 3, resolution=128, batch=1, width=32, modes=16),
+    "tfno": _operator("TFNO", 2, resolution=512, batch=8, width=32, modes=16),
+    "uno": _operator("UNO", 2, resolution=512, batch=8, width=32, modes=16, layers=5),
+    "gpt": functools.partial(_make_language_model, GPT_SHAPES, seq=1024, batch=1, size="124m"),
+    "llama": functools.partial(_make_language_model, LLAMA_SHAPES, seq=8192, batch=1, size="1b"),
 }
-"""The options that each takes, with what they are if the user says nothing."""
-
-DIMENSIONS: Final = {"fno1d": 1, "fno2d": 2, "fno3d": 3, "tfno": 2, "uno": 2}
+"""Their options are their keyword arguments."""
 
 # ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
 
@@ -332,52 +318,35 @@ def read_model(name: str, **options: int | str | None) -> Task:
     Raises:
         PolicyError: there is no such model, or it takes no such option.
     """
-    name = name if ":" in name else name.lower()
-    defaults = BUILT_IN.get(name)
     if ":" in name:
         function = find_function(name)
-        defaults = _options_of(name, function)
-    elif defaults is not None:
-        make = _make_language_model if name in LANGUAGE_MODELS else _make_operator
-        function = functools.partial(make, name)
+    elif (name := name.lower()) in BUILT_IN:
+        function = BUILT_IN[name]
     else:
         raise PolicyError(
             f"there is no model {name!r}; give one of {', '.join(BUILT_IN)}, or "
             f"module:function for your own"
         )
-    given = {key: value for key, value in options.items() if value is not None}
-    for key, value in given.items():
-        if key not in defaults:
-            takes = ", ".join(f"--{each}" for each in defaults) or "none"
+    chosen = _options_of(name, function)
+    for key, value in options.items():
+        if value is None:
+            continue
+        if key not in chosen:
+            takes = ", ".join(f"--{each}" for each in chosen) or "none"
             raise PolicyError(f"{name} has no --{key}; it takes {takes}")
         if isinstance(value, int) and value < 1:
             raise PolicyError(f"--{key} must be 1 or more, got {value}")
-    chosen = {**defaults, **given}
+        chosen[key] = value
     for key, value in chosen.items():
         if value is inspect.Parameter.empty:
             raise PolicyError(f"{name} needs to know its {key}: give --{key}")
     task = _make(name, function, chosen)
-    sizes = {key: chosen.pop(key) for key in ("resolution", "seq", "batch") if chosen.get(key)}
-    details = "".join(f", {key} {value}" for key, value in chosen.items())
-    words = (_describe_size(key, size, DIMENSIONS.get(name)) for key, size in sizes.items())
-    return task._replace(title=f"{name}{details}", sizes=sizes, size=", ".join(words))
-
-
-def _describe_size(what: str, number: int, dimensions: int | None) -> str:
-    """Return a size in words, such as ``"512 x 512"``.
-
-    Args:
-        what: the option that says it.
-        number: its value.
-        dimensions: dimensions of the grid of a neural operator; None if they are not known.
-    """
-    if what == "resolution" and dimensions is not None:
-        return " x ".join([str(number)] * dimensions) + " points" * (dimensions == 1)
-    return f"{number} tokens" if what == "seq" else f"{what} {number}"
+    title = ", ".join([name, *(f"{key} {value}" for key, value in chosen.items())])
+    return task._replace(title=title, options=chosen)
 
 
 def _options_of(address: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return those parameters of a user's function that are options, with their defaults.
+    """Return those parameters of a model's function that are options, with their defaults.
 
     Raises:
         PolicyError: another parameter has no default.
@@ -397,56 +366,39 @@ def _options_of(address: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _make(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Task:
-    with _current_directory():
+    try:
         try:
-            try:
-                with torch.device("meta"):
-                    made = function(**arguments)
-            except Exception:
+            with torch.device("meta"):
                 made = function(**arguments)
-        except (PolicyError, ImportError):
-            raise
-        except Exception as error:
-            called = ", ".join(f"{key}={value}" for key, value in arguments.items())
-            raise PolicyError(
-                f"{name} fails when it is called with ({called}): {type(error).__name__}: {error}"
-            ) from error
+        except Exception:
+            made = function(**arguments)
+    except (PolicyError, ImportError):
+        raise
+    except Exception as error:
+        called = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        raise PolicyError(
+            f"{name} fails when it is called with ({called}): {type(error).__name__}: {error}"
+        ) from error
     return read_task(name, made)
 
 
 def find_function(address: str) -> Callable[..., Any]:
-    """Import ``module:function``; the module is looked for in the current directory, too.
+    """Import ``module:function``; from now on, modules of the current directory can be imported.
 
     Raises:
         PolicyError: there is no such function.
     """
-    module_name, _, name = address.partition(":")
-    if not module_name or not name:
-        raise PolicyError(f"{address!r} is not of the form module:function, such as train:build")
+    sys.path.insert(0, str(Path.cwd()))  # as for ``python -m``
     try:
-        with _current_directory():
-            module = importlib.import_module(module_name.removesuffix(".py").replace("/", "."))
+        function = pkgutil.resolve_name(address.replace(".py:", ":").replace("/", "."))
     except Exception as error:
         raise PolicyError(
-            f"the module {module_name!r} cannot be imported from here "
+            f"{address!r} cannot be imported from here as module:function, such as train:build "
             f"({type(error).__name__}: {error})"
         ) from error
-    function = getattr(module, name, None)
     if not callable(function):
-        raise PolicyError(f"{module_name} has no function {name!r}")
+        raise PolicyError(f"{address!r} is no function")
     return function  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _current_directory() -> Iterator[None]:
-    """Let modules be imported from the current directory, as ``python -m`` does."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(here)
 
 
 def read_task(address: str, made: Any) -> Task:

@@ -254,7 +254,6 @@ def _facts(study: Study) -> Iterator[tuple[str, str]]:
         each.size_bytes for layer in profile.layers for each in layer.storages if not each.same_as
     )
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
-    yield "step", study.task.size or "as the function makes it"
     yield "machine", study.hardware.name
     yield "budget", f"{format_size(study.budget_bytes)} of device memory"
     yield "layers", _join_names([each.name for each in profile.layers if not each.between])
@@ -475,7 +474,7 @@ def as_document(study: Study) -> str:
         "version": VERSION,
         "what_this_is": origin(hardware),
         "model": study.task.title,
-        "size": study.task.sizes,
+        "size": study.task.options,
         "hardware": hardware.name,
         "sources": dict(hardware.sources),
         "budget_bytes": study.budget_bytes,
