@@ -52,7 +52,7 @@ from ebbtide.runtime.torch_internals import (
 )
 from ebbtide.tools.models import call_model, default_loss
 from ebbtide.tools.roofline import operator_seconds, strided_tensors
-from ebbtide.tools.verify import note_random_numbers
+from ebbtide.tools.verify import kept_random_numbers
 from ebbtide.weights.model_weights import WeightBytes
 
 # ---- Which part of a step runs, and which storages are alive in it ----
@@ -413,8 +413,8 @@ class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         with contextlib.ExitStack() as stack:
-            stack.callback(note_random_numbers(()))
-            for block in (torch.enable_grad(), explained(self._trained), self._fake_mode, self):
+            mode, explains = self._fake_mode, explained(self._trained)
+            for block in (kept_random_numbers(), torch.enable_grad(), explains, mode, self):
                 stack.enter_context(block)
             with hooks:
                 # Training loops hold the output during backward.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -489,14 +490,13 @@ def verify(
         offload = {"activations": ActivationPolicy(min_bytes=1)}
     loss, optimizer = loss or default_loss, optimizer or sgd
     trial = Trial(model, batch, loss, steps, microbatches, optimizer, offload)
-    put_back = note_random_numbers([trial.device])
-    try:
-        seeds = range(seed, seed + orders)
-        return verify_runs(trial.run, model, seeds, steps=steps)
-    finally:
-        trial.restore()
-        trial.give_back_gradients()
-        put_back()
+    with kept_random_numbers(trial.device):
+        try:
+            seeds = range(seed, seed + orders)
+            return verify_runs(trial.run, model, seeds, steps=steps)
+        finally:
+            trial.restore()
+            trial.give_back_gradients()
 
 
 Run = Callable[[bool, Provocation | None, bool], tuple[Values, str, int]]
@@ -730,8 +730,7 @@ def seed_all() -> None:
     """Begin all random numbers of this process anew."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(_SEED)
+    np.random.seed(_SEED)
 
 
 def random_states(device: torch.device) -> Values:
@@ -742,9 +741,8 @@ def random_states(device: torch.device) -> Values:
         states[f"random state of {device.type}"] = state
     numbers = list(random.getstate()[1])
     states["random state of Python"] = torch.tensor([n - 2**31 for n in numbers])
-    if "numpy" in sys.modules:
-        keys = sys.modules["numpy"].random.get_state(legacy=False)["state"]["key"]
-        states["random state of NumPy"] = torch.tensor(keys.astype("int64"))
+    keys = np.random.get_state(legacy=False)["state"]["key"]
+    states["random state of NumPy"] = torch.tensor(keys.astype("int64"))
     return states
 
 
@@ -752,31 +750,21 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
-def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """Note the states of the random numbers of torch, Python and NumPy.
+@contextlib.contextmanager
+def kept_random_numbers(*devices: torch.device) -> Iterator[None]:
+    """Keep the states of the random numbers of torch, Python and NumPy over the block.
 
     Args:
-        devices: the devices whose random numbers are noted beside the host's.
-
-    Returns:
-        What puts the states back.
+        *devices: the devices whose random numbers are kept beside the host's.
     """
-    from numpy import random as numpy_random
-
-    drawn_elsewhere = [each for each in devices if each.type not in ("cpu", "meta")]
-    modules: list[Any] = [(torch.get_device_module(each), each) for each in drawn_elsewhere]
-    states = [module.get_rng_state(device) for module, device in modules]
-    host_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy_random.get_state(legacy=False)
-
-    def put_back() -> None:
-        for (module, device), state in zip(modules, states, strict=True):
-            module.set_rng_state(state, device)
-        torch.set_rng_state(host_state)
-        random.setstate(python_state)
-        numpy_random.set_state(numpy_state)
-
-    return put_back
+    drawing = [each for each in devices if each.type not in ("cpu", "meta")]
+    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    with torch.random.fork_rng(drawing, device_type=drawing[0].type if drawing else "cpu"):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
