@@ -87,7 +87,7 @@ def test_figures_are_complete(figures: dict) -> None:
     assert set(figures["modes"]) == {"none", "ebbtide"}
     assert figures["configuration"]["resolution"] == 64
     assert figures["environment"]["torch"] == torch.__version__
-    assert {"cpu", "cores", "python", "device", "torch_threads"} <= set(figures["environment"])
+    assert {"cpu", "cores", "Python", "device", "system"} <= set(figures["environment"])
     for mode in figures["modes"].values():
         assert len(mode["steps"]) == 3
         assert mode["idle_bytes"] < mode["peak_bytes"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import typer
 
-import ebbtide
 from commands import call, commands
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
 from ebbtide.tools.exit_codes import ExitCode, ends_by_code, in_options
@@ -168,29 +166,3 @@ def test_an_unknown_option_is_wrong_use(command: str) -> None:
     assert done.exit_code == ExitCode.WRONG_USE
     assert "--no-such-option" in done.stderr
     assert done.stdout == ""
-
-
-# JSON
-
-
-def test_a_schedule_as_json() -> None:
-    """4 of 20 layers of 64 MiB at 25 GB/s: 16 stay, a copy takes 64 * 2**20 / 25e9 s."""
-    done = call("schedule", "--layers", "4/20", "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert list(found)[:2] == ["format", "version"]
-    assert (found["peak_layers"], found["peak_bytes"]) == (16, 16 * 64 * 2**20)
-    assert found["peak_bytes_without"] == 20 * 64 * 2**20
-    assert found["copy_s"] == pytest.approx(64 * 2**20 / 25e9)
-    assert found["anchors"]["F16"] == ["release 0"]
-    # 20 forwards of 10 ms and 20 backwards of 20 ms; copies are faster than that.
-    assert found["step_s"] == pytest.approx(0.6, rel=0.05)
-    assert {event["what"] for event in found["events"]} >= {"forward", "offload", "reload"}
-    assert ebbtide.Schedule.parse(found["schedule"]).peak_resident == 16
-
-
-def test_a_schedule_that_is_wrong_prints_no_json(tmp_path: Path) -> None:
-    file = tmp_path / "schedule.txt"
-    file.write_text("order: F0 B0\nF0: reload 0\n")
-    done = call("schedule", str(file), "--json")
-    assert (done.exit_code, done.stdout) == (2, "")

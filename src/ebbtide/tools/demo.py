@@ -11,7 +11,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import statistics
 import time
@@ -32,16 +31,15 @@ from ebbtide.api import offload
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle, record_run
 from ebbtide.observe.page import write_page
-from ebbtide.observe.run_record import RunRecord
+from ebbtide.observe.run_record import RunRecord, versions_with
 from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.measured_memory import memory_of
 from ebbtide.tools.darcy import load_darcy_flow_small
 from ebbtide.tools.machine import cpu_name, find_directory
 from ebbtide.units import format_seconds, format_size
-from ebbtide.version import __version__
 
 FORMAT: Final = "ebbtide-demo"
-VERSION: Final = 3
+VERSION: Final = 4
 QUICK: Final = {"resolution": 128, "steps": 6}  # of a quick look
 
 _LEAST_RESOLUTION: Final = 32  # that has the modes of the model
@@ -289,13 +287,12 @@ def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord]:
             raise
 
 
-def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) -> bool:
+def run_demo(config: DemoConfig, progress: Console) -> bool:
     """Train, measure, compare and report.
 
     Args:
         config: the run.
         progress: where to say what is under way.
-        as_json: whether JSON is printed instead of the table.
 
     Returns:
         Whether ebbtide's run was bitwise the same as the run without offload.
@@ -324,7 +321,7 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
         with progress.status(f"Training: {title}"):
             results[mode], record = _run_mode(config, mode)
         records.append(record)
-    _report(config, results, records, as_json=as_json)
+    _report(config, results, records)
     progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
     return first_difference(*results.values()) is None
 
@@ -333,20 +330,12 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
 
 
 def _report(
-    config: DemoConfig,
-    results: Mapping[str, Result],
-    records: Sequence[RunRecord],
-    *,
-    as_json: bool,
+    config: DemoConfig, results: Mapping[str, Result], records: Sequence[RunRecord]
 ) -> None:
-    """Write the files, and print the table, or JSON."""
-    document = json.dumps(_as_document(config, results), indent=2)
+    """Write the files, and print the table."""
     figures, page = config.out / "demo.json", config.out / "demo.html"
-    figures.write_text(f"{document}\n")
+    figures.write_text(json.dumps(_as_document(config, results), indent=2) + "\n")
     write_page(page, records)
-    if as_json:
-        print(document)
-        return
     report = Console()
     width = min(report.width, _WIDTH)
     report.print()
@@ -419,21 +408,14 @@ def _as_document(config: DemoConfig, results: Mapping[str, Result]) -> dict[str,
     """Return all figures for a JSON file."""
     settings = dataclasses.asdict(config)
     settings |= {name: str(settings[name]) for name in ("device", "out")}
-    on_cuda = config.device.type == "cuda"
     return {
         "format": FORMAT,
         "version": VERSION,
         "environment": {
-            "ebbtide": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()}",
+            **versions_with(config.device),
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
             "variables": {name: os.environ.get(name) for name in ENVIRONMENT},
-            "device": str(config.device),
-            "accelerator": torch.cuda.get_device_name(config.device) if on_cuda else None,
         },
         "configuration": settings,
         "modes": results,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 import typer
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.trace import Trace
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Schedule, default, from_pipeline
 from ebbtide.tools.exit_codes import ExitCode, add_command, end, status
@@ -32,7 +30,7 @@ _EPILOG: Final = "\n\n".join(
     [
         "Begin with `ebbtide demo --quick`, then `ebbtide run train.py` with a script of your own.",
         "Reports go to standard output and progress to standard error. NO_COLOR turns colours off. "
-        "Every command takes --json. `ebbtide COMMAND --help` lists its options and exit codes.",
+        "`ebbtide COMMAND --help` lists its options and exit codes.",
     ]
 )
 
@@ -101,7 +99,6 @@ def demo(
     device: str = "auto",
     store: str = "auto",
     out: Path = Path("runs/demo"),
-    json: bool = False,
 ) -> None:
     """Train a neural operator with and without offload, and compare.
 
@@ -117,8 +114,7 @@ def demo(
             with --quick.
         device (DEVICE): Where to train: auto, cpu, cuda, cuda:1, xpu ...
         store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered.
-        out (DIR): Directory for the figures and the page.
-        json: Print all figures as JSON instead of the table.
+        out (DIR): Directory for the page, and for all figures as JSON.
     """
     from concurrent.futures.process import BrokenProcessPool
 
@@ -134,7 +130,7 @@ def demo(
         batch_size=batch_size, device=parse_device(device), store=store, out=out, **sizes
     )
     try:
-        same = run_demo(config, Console(stderr=True), as_json=json)
+        same = run_demo(config, Console(stderr=True))
     except BrokenProcessPool:
         advice = "if memory ran out, try a smaller --batch-size or --resolution"
         end("demo", f"the process of a mode has died; {advice}", ExitCode.FAILED)
@@ -177,7 +173,7 @@ def doctor(
         end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
 
 
-def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = False) -> None:
+def report(files: list[Path], *, out: Path = Path("run.html")) -> None:
     """Make a page from the files of runs.
 
     It shows memory by owner, what each lane did, and a table of the layers. It is one file that
@@ -187,16 +183,12 @@ def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = Fals
         files (RUN.JSON...): Files of handle.save_run, handle.trace.save or ebbtide run --json; the
             first run is what others are compared with.
         out (PAGE.HTML): The page to write.
-        json: Say as JSON on standard output what was written.
     """
     from ebbtide.observe.page import write_page
     from ebbtide.observe.run_record import load_records
 
     write_page(out, [record for file in files for record in load_records(file)])
-    if json:
-        typer.echo(dumps({"page": str(out), "runs": [str(file) for file in files]}, indent=2))
-    else:
-        typer.echo(f"Page: {out}")
+    typer.echo(f"Page: {out}")
 
 
 def plan(
@@ -404,8 +396,6 @@ def verify(
 
 # ---- ``ebbtide schedule``: checks a schedule and shows its peak and the timeline of its step ----
 
-_MOST_LINES = 24  # number of lines of the schedule that are shown
-
 
 def schedule(
     file: Path | None = None,
@@ -417,7 +407,6 @@ def schedule(
     forward_ms: float = 10.0,
     bandwidth: float = 25.0,
     out: Path | None = None,
-    json: bool = False,
 ) -> None:
     """Check a schedule, and rehearse it without a model.
 
@@ -434,7 +423,6 @@ def schedule(
         forward_ms (MS): Milliseconds of a layer's forward; backward takes twice that.
         bandwidth (GB/S): GB/s of the link, in each direction.
         out (FILE): File for a picture: .png, .svg or .pdf.
-        json: Print all figures as JSON instead of the timeline.
     """
     for option, value in (("--forward-ms", forward_ms), ("--bandwidth", bandwidth)):
         if not value > 0:
@@ -450,54 +438,17 @@ def schedule(
     )
     if out is not None:
         trace.plot(out)
-    figures = {
-        "layer_bytes": layer_bytes,
-        "peak_layers": plan.peak_resident,
-        "peak_bytes": plan.peak_resident * layer_bytes,
-        "peak_bytes_without": Schedule(plan.order).peak_resident * layer_bytes,
-        "copy_s": layer_bytes / bytes_per_s,
-    }
-    if json:
-        document = _as_document(plan, trace, figures)
-        typer.echo(dumps(document, indent=1, allow_nan=False))
-        return
-    typer.echo("\n".join(_lines(plan, trace, figures)))
+
+    def size_of(number: int) -> str:
+        return f"{number} x {format_size(layer_bytes)} = {format_size(number * layer_bytes)}"
+
+    typer.echo(f"{plan}\n")
+    typer.echo(f"Peak on the device: {size_of(plan.peak_resident)}.")
+    typer.echo(f"Without offload: {size_of(Schedule(plan.order).peak_resident)}.")
+    typer.echo(f"A copy takes {layer_bytes / bytes_per_s * 1e3:.3g} ms.\n")
+    typer.echo(trace.timeline())
     if out is not None:
         typer.echo(f"\nPicture: {out}")
-
-
-def _lines(plan: Schedule, trace: Trace, figures: Mapping[str, float]) -> list[str]:
-    lines = str(plan).splitlines()
-    rest = len(lines) - _MOST_LINES
-    shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} more lines"]
-    layer_bytes, size = int(figures["layer_bytes"]), format_size(int(figures["layer_bytes"]))
-    peak, without = (
-        f"{size_bytes // layer_bytes} x {size} = {format_size(size_bytes)}"
-        for size_bytes in (int(figures["peak_bytes"]), int(figures["peak_bytes_without"]))
-    )
-    return [
-        *shown,
-        "",
-        f"Peak on the device: {peak}.",
-        f"Without offload: {without}.",
-        f"A copy takes {figures['copy_s'] * 1e3:.3g} ms.",
-        "",
-        trace.timeline(),
-    ]
-
-
-def _as_document(plan: Schedule, trace: Trace, figures: Mapping[str, float]) -> dict[str, object]:
-    waits_s = (event.duration_s for event in trace.events if event.what == "wait")
-    return {
-        "format": "ebbtide-schedule",
-        "version": 1,
-        "schedule": str(plan),
-        "anchors": {str(anchor): [str(action) for action in acts] for anchor, acts in plan.lines},
-        **figures,
-        "step_s": trace.duration_s,
-        "waited_s": sum(waits_s),
-        "events": [asdict(event) for event in trace.events],
-    }
 
 
 def _read(file: Path | None, layers: str | None, pipeline: str | None, resident: int) -> Schedule:
