@@ -91,18 +91,11 @@ def count_flops(
 
 def _attended(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Return the share of the scores that attention computes: half if it is causal."""
-    if not _argument(operator, args, kwargs, "is_causal"):
+    names = (argument.name for argument in operator._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if not given.get("is_causal"):  # it is False by itself in all of torch's
         return 1.0
-    query, key = args[1:3] if "backward" in str(operator) else args[:2]
-    return 0.5 if query.shape[-2] == key.shape[-2] else 1.0
-
-
-def _argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == name:
-            default = kwargs.get(name, argument.default_value)
-            return args[place] if place < len(args) else default
-    return None
+    return 0.5 if given["query"].shape[-2] == given["key"].shape[-2] else 1.0
 
 
 def _fft_flops(packet: Any, x: Tensor, dims: Sequence[int], y: Tensor) -> float:
