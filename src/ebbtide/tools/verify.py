@@ -69,7 +69,6 @@ class VerifiedRun:
         order: the order of execution of a device that has several; "" for others.
         difference: the first value that differs from the plain run's, such as ``step 1: gradient of
             blocks.3.weight``; "" if all bits are the same.
-        layer: the module that it belongs to, with its class; "" for a loss or random numbers.
         how: by how much it differs, in words.
         num_different: how many values differ.
         error: what the run raised; "" if nothing.
@@ -80,7 +79,6 @@ class VerifiedRun:
     name: str
     order: str = ""
     difference: str = ""
-    layer: str = ""
     how: str = ""
     num_different: int = 0
     error: str = ""
@@ -97,9 +95,8 @@ class VerifiedRun:
         words += f", order {self.order}" if self.order else ""
         if not self.difference:
             return f"{words}, raised {self.error}" if self.error else words
-        layer = f" in {self.layer}" if self.layer else ""
         others = f"and in {self.num_different - 1} other values"
-        return f"{words}, in {self.difference}{layer}: {self.how}; {others}"
+        return f"{words}, in {self.difference}: {self.how}; {others}"
 
 
 @final
@@ -158,7 +155,7 @@ class VerifyReport:
 
     def document(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        begin = {"format": "ebbtide-verify", "version": 2, "same": self.same}
+        begin = {"format": "ebbtide-verify", "version": 3, "same": self.same}
         return begin | dataclasses.asdict(self) | {"line": self.line}
 
     def __str__(self) -> str:
@@ -520,12 +517,12 @@ def verify_runs(run: Run, model: nn.Module, seeds: range, *, steps: int) -> Veri
         PolicyError: the model cannot be offloaded like this, or the plain steps give NaN, or
             others each time.
     """
-    plain, layers = run(False, None, False)[0], layers_of(model)
-    found = _compare(plain, run(False, None, False)[0], layers)
+    plain = run(False, None, False)[0]
+    found = _compare(plain, run(False, None, False)[0])
     deterministic = bool(found)
     if deterministic:
         plain = run(False, None, True)[0]
-        found = _compare(plain, run(False, None, True)[0], layers)
+        found = _compare(plain, run(False, None, True)[0])
     if found:
         raise PolicyError(
             f"the plain steps differ from run to run, by deterministic kernels, too: "
@@ -553,7 +550,7 @@ def verify_runs(run: Run, model: nn.Module, seeds: range, *, steps: int) -> Veri
             error = f"{type(raised).__name__}: {first_line}"
             runs.append(VerifiedRun(seed=number, name=name, error=error))
             continue
-        found = _compare(plain, values, layers)
+        found = _compare(plain, values)
         runs.append(
             VerifiedRun(seed=number, name=name, order=order, moved_bytes=moved_bytes, **found)
         )
@@ -799,7 +796,7 @@ def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(_bytes_of(one), _bytes_of(other))
 
 
-def _compare(plain: Values, got: Values, layers: Mapping[str, str]) -> dict[str, Any]:
+def _compare(plain: Values, got: Values) -> dict[str, Any]:
     """Return what a `VerifiedRun` says of differences; nothing if there are none."""
     names = [*plain, *(name for name in got if name not in plain)]
     different = [name for name in names if not _same_bits(plain.get(name), got.get(name))]
@@ -808,7 +805,6 @@ def _compare(plain: Values, got: Values, layers: Mapping[str, str]) -> dict[str,
     name = different[0]
     return {
         "difference": name,
-        "layer": layers.get(name.rpartition(" ")[2], ""),
         "how": _how(plain.get(name), got.get(name)),
         "num_different": len(different),
     }
@@ -827,15 +823,6 @@ def _how(expected: Tensor | None, got: Tensor | None) -> str:
     if not apart.isfinite():
         return f"{of}, {int((~got.isfinite()).sum()):,} of them not finite"
     return f"{of}, at most by {float(apart / largest):.2g} of the largest"
-
-
-def layers_of(model: nn.Module) -> dict[str, str]:
-    """Return for the names of parameters and buffers the modules that they belong to."""
-    return {
-        f"{path}.{name}" if path else name: f"{path or 'the model'} ({type(module).__name__})"
-        for path, module in model.named_modules()
-        for name in (*module._parameters, *module._buffers)
-    }
 
 
 def describe_model(model: nn.Module) -> str:
