@@ -19,8 +19,8 @@ from ebbtide.planning.contest import inflight_choices, rule_plans
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, StepTiming
-from ebbtide.planning.profile import LayerProfile, StepAhead
+from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction
+from ebbtide.planning.profile import LayerProfile
 from ebbtide.planning.relaxation import everywhere, nowhere
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.policy import parse_number
@@ -358,13 +358,10 @@ def _describe_copies(study: Study, plan: Plan) -> str:
         resting = [each for each, chosen in pairs if chosen.weights_on_host]
         names = {layer.name for layer in resting} & owners.keys()
         parameter_bytes = sum(layer.parameter_bytes for layer in resting)
-        shadows = StepAhead(hardware.host_memory_bytes, hardware.host_memory_bytes)
-        ahead = StepTiming(dataclasses.replace(profile, ahead=shadows), hardware).predict(plan)
         rest += (
             f", of which {format_size(parameter_bytes)} are weights, gradients and optimizer state "
             f"of {len(names)} of {len(owners)} modules. The optimizer's step on the host takes "
-            f"{format_seconds(prediction.exposed_update_s)} more, or "
-            f"{format_seconds(ahead.exposed_update_s)} with handle.overlap"
+            f"{format_seconds(prediction.exposed_update_s)} more, or less with handle.overlap"
         )
     waited_s = prediction.exposed_copy_s
     waits = f"waits {format_seconds(waited_s)}" if waited_s else "never waits"
