@@ -1,5 +1,6 @@
 """A schedule rehearsed: the same engine, in virtual time; and the command that shows it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,10 @@ def test_the_command_shows_the_default(tmp_path: Path) -> None:
     code, output = invoke("--layers", "4/20", "--out", str(picture))
     assert code == 0
     assert "F16: release 0" in output
-    # 4 of 20 layers of 64 MiB at 25 GB/s: 16 stay, and a copy takes 64 * 2**20 / 25e9 s.
-    assert "Peak on the device: 16 x 64.0 MiB = 1.00 GiB." in output
-    assert "Without offload: 20 x 64.0 MiB = 1.25 GiB." in output
-    assert "A copy takes 2.68 ms." in output
+    # 4 of 20 layers of 64 MiB at 25 GB/s: 16 stay, and a copy takes 64 * 2**20 / 25e9 s. There are
     # 20 forwards of 10 ms and 20 backwards of 20 ms; copies are faster than that.
-    assert "\n600 ms, a column is " in output
+    found = re.findall(r"([\d.]+)(?: x 64.0 MiB| ms)", output)
+    assert found[:4] == ["16", "20", "2.68", "600"]
     assert max(map(len, output.splitlines()[:-1])) <= 80
     assert picture.stat().st_size > 1000
 
