@@ -187,8 +187,12 @@ class Residual(nn.Module):
         return x + self.inside(x)
 
 
-def test_no_step_is_over_a_tight_budget(device: torch.device) -> None:
-    """Not the first with the optimizer's state, nor those of plans whose layers have not run so."""
+@pytest.mark.parametrize(("share", "retains"), [(0.3, False), (0.5, True)])
+def test_no_step_is_over_a_tight_budget(share: float, retains: bool, device: torch.device) -> None:
+    """Not the first with the optimizer's state, nor those of plans whose layers have not run so.
+
+    What a graph that is retained keeps is there until the end of backward.
+    """
     torch.manual_seed(0)
     blocks = [Residual(24) for _ in range(6)]
     model = nn.Sequential(nn.Conv2d(1, 24, 3, padding=1), *blocks).to(device)
@@ -201,7 +205,7 @@ def test_no_step_is_over_a_tight_budget(device: torch.device) -> None:
     def peak_of_step() -> int:
         memory.reset_peak()
         optimizer.zero_grad()
-        model(image).square().mean().backward()
+        model(image).square().mean().backward(retain_graph=retains)
         optimizer.step()
         return memory.peak_bytes()
 
@@ -209,7 +213,7 @@ def test_no_step_is_over_a_tight_budget(device: torch.device) -> None:
     room_bytes = peak_of_step() - idle_bytes
     optimizer = torch.optim.Adam(model.parameters())  # without a state, and gradients
     model.zero_grad()
-    budget_bytes = idle_bytes + int(0.3 * room_bytes)
+    budget_bytes = idle_bytes + int(share * room_bytes)
     policy = ActivationPolicy(min_bytes=16 * 1024)
     with ebbtide.offload(model, budget=budget_bytes, activations=policy) as handle:
         peaks = [peak_of_step() for _ in range(7)]

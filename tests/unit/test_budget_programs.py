@@ -466,3 +466,17 @@ def _own_compiler_cache() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_plan_knows_whether_backward_lets_go_of_what_it_has_read(retains: bool) -> None:
+    """Two forwards come before the two backwards: each lets go of its own, or of nothing."""
+    model = Net()
+    with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:
+        for _ in range(4):
+            losses = [model(torch.ones(ROWS, WIDTH)).sum() for _ in range(2)]
+            for loss in losses:
+                loss.backward(retain_graph=retains)
+            del loss, losses
+        plan = handle.plan
+    assert plan is not None and plan.profile.retains is retains

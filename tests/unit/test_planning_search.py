@@ -207,7 +207,7 @@ def test_what_fits_is_left_alone() -> None:
 
 @pytest.mark.parametrize("count", [12, 25, 40])
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
-def test_recomputation_alone_is_within_2_percent_of_the_dynamic_programme(count: int, share: float) -> None:
+def test_recomputation_alone_is_near_the_dynamic_programme(count: int, share: float) -> None:
     profile = uneven_chain(count, count)
     hardware = make_link(1e-6)  # a byte in a second: nothing is worth offloading
     timing = StepTiming(profile, hardware)
@@ -329,7 +329,8 @@ def test_weights_rest_on_the_host_where_nothing_else_fits() -> None:
         search(profile, hardware, budget, timing)
     plan = search(profile, hardware, budget, timing, weights=True)
     # With five of eight there, 600 MB stay on the device, and the weights and gradients of two more
-    # layers have no room; the bound counts those of one, and parts of layers. With six, 400 MB stay.
+    # layers have no room; the bound counts those of one, and parts of layers. With six there, 400
+    # MB stay.
     assert on_host(plan) == [1, 2, 3, 5, 6, 7]
     assert plan.step_s == pytest.approx(8 * 3 + 6 * 2, rel=0.1)
     assert plan.bound_s is not None

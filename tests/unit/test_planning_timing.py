@@ -72,6 +72,12 @@ def test_all_is_kept() -> None:
     assert (got.exposed_copy_s, got.host_peak_bytes) == (0, 0)
 
 
+def test_what_is_kept_stays_until_the_end_where_the_graph_is_retained() -> None:
+    profile = make_profile(make_layer(10), make_layer(20), make_layer(40), retains=True)
+    got = predict(profile, as_is(KEEP), as_is(OFFLOAD), as_is(KEEP))
+    assert peaks_mb(got) == [10, 30, 70, 50, 70, 70, 50]
+
+
 def test_the_work_around_the_layers_has_a_peak() -> None:
     profile = make_profile(make_layer(1))
     for name in ("before_working_bytes", "after_working_bytes"):

@@ -566,9 +566,14 @@ class BudgetController:
             profile,
             finish,
             *recorded,
+            count_live=self._count_live,
             has_gradients=self._have_gradients(),
             measures=measures,
         )
+
+    def _count_live(self) -> int:
+        self._engine.transfers.poll()  # which notes what has died
+        return self._engine.transfers.live
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""

@@ -495,8 +495,11 @@ class BudgetStudy:
             watch: what was measured.
         """
         self._has_memory, self._had_gradients = True, watch.has_gradients
-        if watch.has_gradients and not self.profile.keeps_gradients:
-            self.profile = dataclasses.replace(self.profile, keeps_gradients=True)
+        self.profile = dataclasses.replace(
+            self.profile,
+            keeps_gradients=self.profile.keeps_gradients or watch.has_gradients,
+            retains=self.profile.retains or watch.retains,
+        )
         self._begin_bytes = self._without_weights(watch.begin_bytes)
         self._predict_now()
         # Gradients that several steps add up are missing in the first of these.

@@ -664,7 +664,8 @@ class _Run:
         """Note that nothing needs a piece any more."""
         self._in_use.discard(piece)
         self._places.pop(piece, None)
-        if piece not in self._copying:  # otherwise its copy reads it
+        stays = self._profile.retains and self._uses.decisions[piece] is Decision.KEEP
+        if not stays and piece not in self._copying:  # otherwise its copy reads it
             self._drop(piece)
 
     # ---- both ---------------------------------------------------------------------------------

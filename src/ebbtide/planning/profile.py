@@ -189,6 +189,8 @@ class StepProfile:
         min_bytes: smaller storages are not numbered, because they stay where they are.
         keeps_gradients: whether the gradients of weights on the device are there throughout the
             step; otherwise they come with the first backward of a call of their layer.
+        retains: whether what is saved is there until the end of backward, as with
+            ``retain_graph=True``; otherwise each pass lets go of what it has read.
         ahead: how the host updates weights while backward still runs; None: it does so after it.
 
     Raises:
@@ -206,6 +208,7 @@ class StepProfile:
     at_once_bytes: int = 0
     min_bytes: int = DEFAULT_MIN_BYTES
     keeps_gradients: bool = True
+    retains: bool = False
     ahead: StepAhead | None = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ layers that saves something is a layer of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -595,6 +596,7 @@ class PassWatch:
             called at each begin of a pass. None where the host sees how far they are.
         find: finds the records of the layers' inputs; None if those are not asked for.
         held: what the loop holds, such as the batch: no input counts that is among it.
+        count_live: counts the saved tensors that graphs hold.
         has_gradients: whether weights have gradients as the step begins.
         measures: whether the memory of passes is measured. If not, what was freed is returned at
             the same places, where it would count for a budget, so that the step needs as much as
@@ -603,6 +605,7 @@ class PassWatch:
     Attributes:
         has_gradients: as given.
         has_update: whether an optimizer has stepped at its end, or none is expected to.
+        retains: whether a backward has let go of nothing, as with ``retain_graph=True``.
         begin_bytes: memory in use when the step began.
         peak_bytes: the peak of the whole step.
         calls: the calls of layers in the first forward of the step.
@@ -617,10 +620,12 @@ class PassWatch:
         find: FindRecord | None = None,
         held: Iterable[Tensor] = (),
         *,
+        count_live: Callable[[], int] = lambda: 0,
         has_gradients: bool = False,
         measures: bool = True,
     ) -> None:
         self._measures = measures
+        self._count_live, self.retains = count_live, False
         self.has_gradients, self.has_update = has_gradients, True
         self._positions = None if profile is None else Positions(profile)
         self._memory, self._account = memory, account
@@ -716,10 +721,11 @@ class PassWatch:
         task = current_graph_task()
         if task not in (-1, self._task):
             self._task = task
-            call_after_backward(self._end_backward)
+            call_after_backward(functools.partial(self._end_backward, self._count_live()))
         self._enter("backward", layer)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, num_saved: int) -> None:
+        self.retains |= self._count_live() >= num_saved > 0
         self._enter(*_END)
 
     def end_forward(self) -> None:
