@@ -224,10 +224,16 @@ def test_a_layer_needs_no_more_in_another_way_than_what_stays_beside_what_it_nee
     watch.begin_backward_of(0)
     watch.finish()
     assert (watch.peaks[0], watch.working[0]) == (20 * MB, 20 * MB)
-    frugal, corrections = BudgetStudy(profile, LINK, 0).plan, Corrections(profile)
-    timing = StepTiming(profile, LINK, more=corrections.more_bytes)
-    corrections.learn(watch, frugal, timing.predict(frugal))
     keep, leave, rebuild = Decision.KEEP, Decision.OFFLOAD, Decision.REBUILD
+
+    def learned(*decisions: Decision) -> StepTiming:
+        """What predicts steps after one in which the layer's storages had these fates."""
+        corrections, plan = Corrections(profile), Plan(layers=(LayerPlan(decisions=decisions),))
+        timing = StepTiming(profile, LINK, more=corrections.more_bytes)
+        corrections.learn(watch, plan, timing.predict(plan))
+        return timing
+
+    timing = learned(leave, rebuild, leave)
     for decisions, needed_mb in (
         ((leave, rebuild, leave), 20),
         ((leave, leave, leave), 30),
@@ -241,6 +247,10 @@ def test_a_layer_needs_no_more_in_another_way_than_what_stays_beside_what_it_nee
         assert timing.predict(plan).peak_by_position[0] == needed_mb * MB
     plan = Plan(layers=(LayerPlan(decisions=(leave, leave, leave)),), windows=(0, 0, 0))
     assert timing.predict(plan).peak_by_position[0] == 50 * MB  # there all the time in its pass
+    rebuilt_too = Plan(layers=(LayerPlan(decisions=(leave, rebuild, leave)),))
+    assert learned(leave, leave, leave).predict(rebuilt_too).peak_by_position[0] == 30 * MB
+    left_too = Plan(layers=(LayerPlan(decisions=(leave, leave, leave)),))
+    assert learned(keep, leave, leave).predict(left_too).peak_by_position[0] == 20 * MB
 
 
 def used_beside(watch: PassWatch, what: str, changes: list[tuple[int, SavedBytes]]) -> int:
