@@ -24,10 +24,12 @@ TIERED = {"store": "tiered", "host_budget": f"{BUDGET_BYTES}B/node"}
 EVERYTHING = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
 
 
-def _wrapped(kind: str, device: torch.device) -> nn.Module:
+def _wrapped(kind: str, device: torch.device, offload: bool) -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
     model = nn.Sequential(*layers).to(device)
+    if kind == "ddp-weights" and offload:
+        ebbtide.offload(model, weights=ebbtide.WeightPolicy())
     if kind.startswith("ddp"):
         return DistributedDataParallel(model)
     mesh = init_device_mesh(device.type, (WORLD,))
@@ -39,11 +41,13 @@ def _wrapped(kind: str, device: torch.device) -> nn.Module:
 
 def _train(kind: str, rank: int, offload: bool) -> tuple[list[str], list[int]]:
     device = torch.device("softdevice", 0)
-    model = _wrapped(kind, device)
-    home = "cpu" if kind == "fsdp2-cpu" else device.type
+    model = _wrapped(kind, device, offload)
+    rests = kind == "ddp-weights" and offload
+    home = "cpu" if kind == "fsdp2-cpu" or rests else device.type
     assert all(parameter.device.type == home for parameter in model.parameters())
     how = TIERED if kind == "ddp-tiered" else {}
-    handle = ebbtide.offload(model, activations=EVERYTHING, **how) if offload else None
+    moves = offload and not rests
+    handle = ebbtide.offload(model, activations=EVERYTHING, **how) if moves else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     torch.manual_seed(rank)
     x = torch.randn(ROWS * (16 if kind == "ddp-tiered" else 1), WIDTH).to(device)
@@ -55,7 +59,7 @@ def _train(kind: str, rank: int, offload: bool) -> tuple[list[str], list[int]]:
         optimizer.zero_grad()
         losses.append(loss.item().hex())
     if handle is None:
-        return losses, []
+        return losses, [0, 0, 0]
     stats = handle.stats
     return losses, [stats.offloaded_bytes, stats.peak_disk_bytes, stats.host_capacity_bytes]
 

@@ -19,6 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
@@ -466,6 +467,22 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
             if each._modules:
                 rest += [child for child in reversed(each._modules.values()) if child is not None]
     return found
+
+
+def find_data_parallel(model: nn.Module) -> DistributedDataParallel | None:
+    """Return what adds up a model's gradients over processes: a part of it, or what calls it now.
+
+    It has hooks on the nodes that accumulate the gradients of its parameters. Torch gives a
+    parameter that moves to a device of another type a new node, without them, and says nothing.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    known = set(map(id, model.parameters()))
+    inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    for each in (DistributedDataParallel._active_ddp_module, *inside):
+        if each is not None and not known.isdisjoint(map(id, each._module_parameters)):
+            return each
+    return None
 
 
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:

@@ -29,6 +29,7 @@ from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
 from ebbtide.runtime.torch_internals import (
+    find_data_parallel,
     has_hook,
     in_backward,
     is_written_down,
@@ -262,6 +263,7 @@ class AbstractWeights(ABC):
         refuse_lazy(found)
         units = choose_units(found, policy)
         _refuse_sharded(model, (each for *_, named in units for each in named))
+        self._refuse_data_parallel(model)
         check_units(units)
         if self._home.type != "cpu":
             units = leave_first(units, model)
@@ -499,8 +501,9 @@ class AbstractWeights(ABC):
 
         Raises:
             ForkedProcessError: this process was forked after the weights had been offloaded.
-            PolicyError: the model was sharded after its weights had been offloaded, or the weights
-                would have to be moved inside a transform or while traced.
+            PolicyError: the model was sharded after its weights had been offloaded, or wrapped in
+                `DistributedDataParallel` before, or the weights would have to be moved inside a
+                transform or while traced.
         """
         self.check_process()
         self.refuse_transforms()
@@ -510,6 +513,7 @@ class AbstractWeights(ABC):
         if model is not None:
             given = ((m.name, each) for _, m in self.members() for each in m.find_given())
             _refuse_sharded(model, given)
+            self._refuse_data_parallel(model)
         self._begin_forward()
         return True
 
@@ -544,6 +548,21 @@ class AbstractWeights(ABC):
         """
         if not self._device.computes_on_host:
             refuse_moving_weights()
+
+    def _refuse_data_parallel(self, model: nn.Module) -> None:
+        """Check that the gradients of weights that rest would be added up over processes.
+
+        Raises:
+            PolicyError: `DistributedDataParallel` knows the weights where they were on the device.
+        """
+        wrapper = None if self._home.type == "cpu" else find_data_parallel(model)
+        if wrapper is not None and wrapper.device_type != "cpu":
+            raise PolicyError(
+                "DistributedDataParallel has wrapped the model while its weights were on the "
+                "device, and would not add up the gradients of weights that rest on the host; call "
+                "ebbtide.offload before you wrap the model, or leave the weights on the device: "
+                "without weights=, or with a budget and weights=ebbtide.WeightPolicy(num_layers=0)"
+            )
 
     def detach(self, to: torch.device | None = None) -> None:
         """Remove all hooks and move the parameters and their gradients.

@@ -25,7 +25,7 @@ from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.layers import LayerModules, match_layers
 from ebbtide.runtime.parameter_index import find_sharded_parameters
-from ebbtide.runtime.torch_internals import exchange_tensors
+from ebbtide.runtime.torch_internals import exchange_tensors, find_data_parallel
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.units import few
 from ebbtide.weights.device_weights import DeviceWeights
@@ -112,8 +112,12 @@ class ModelWeights:
 
     @property
     def may_move(self) -> bool:
-        """Whether weights may go to another device; not if an optimizer joins all of them."""
-        return not self._joining
+        """Whether weights may go to another device.
+
+        Not if an optimizer joins all of them, or if `DistributedDataParallel` knows where they are.
+        """
+        model = self._model()
+        return not self._joining and (model is None or find_data_parallel(model) is None)
 
     @property
     def names(self) -> frozenset[str]:
@@ -314,7 +318,8 @@ def check_can_move(model: nn.Module, device: torch.device) -> None:
     """Check that a model on the CPU can be computed with on a device.
 
     Raises:
-        PolicyError: torch has no such device here, the model is on another one, or it is sharded.
+        PolicyError: torch has no such device here, the model is on another one, or it is sharded or
+            wrapped in `DistributedDataParallel`.
     """
     known = torch.accelerator.current_accelerator(check_available=True)
     if device.type != "cpu" and (known is None or known.type != device.type):
@@ -330,10 +335,11 @@ def check_can_move(model: nn.Module, device: torch.device) -> None:
             f"the model is on {places}, and device={str(device)!r} is for a model on the CPU or on "
             f"meta; move it there first with model.to({str(device)!r}), or leave device out"
         )
-    if find_sharded_parameters(model):
+    if find_sharded_parameters(model) or find_data_parallel(model) is not None:
         raise PolicyError(
-            "device= is for a model of one process, and this one is sharded (FSDP or DTensor); "
-            "leave device out"
+            "device= is for a model that is neither sharded (FSDP or DTensor) nor wrapped in "
+            "DistributedDataParallel yet; leave device out, or call ebbtide.offload before you "
+            "wrap the model"
         )
 
 
