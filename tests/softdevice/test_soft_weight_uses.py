@@ -482,3 +482,37 @@ def test_a_bias_that_is_replaced_between_two_forwards_of_a_graph(device: torch.d
     for plain, offloaded in zip(run(False), run(True), strict=True):
         assert plain is not None and offloaded is not None
         assert torch.equal(plain, offloaded)
+
+
+class _Momentum(nn.Module):
+    """Updates a copy of its weights through ``.data``, which no version tells of, and calls it."""
+
+    def __init__(self, query: nn.Module) -> None:
+        super().__init__()
+        self.query = query
+        self.key = copy.deepcopy(query).requires_grad_(False)
+        self.pairs = [*zip(self.query.parameters(), self.key.parameters(), strict=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for own, average in self.pairs:
+                average.data.mul_(0.5).add_(own.data, alpha=0.1)
+            key = self.key(x)
+        return query - key
+
+
+@pytest.mark.parametrize("store", ["host", "disk", "tiered"])
+def test_weights_that_the_forward_writes_through_data_before_their_layer_runs(
+    device: torch.device, store: str
+) -> None:
+    """The first layer of `key` is prefetched while the last one of `query` runs."""
+    results = []
+    for offloads in (False, True):
+        model = _Momentum(_model(device))
+        if offloads:
+            ebbtide.offload(model, weights=ebbtide.WeightPolicy(), store=store)
+        optimizer = _adam(model.query)
+        losses = [_step(model, optimizer, device, number) for number in range(3)]
+        results.append([each.cpu() for each in losses + _values(model)])
+    assert all(map(torch.equal, *results))

@@ -451,6 +451,7 @@ class DeviceWeights(AbstractWeights):
                 if group.buffer is not None and not group.awaited:
                     self._release(group)  # a new reload of the group lacks the change
                 member.keep_change(group.buffer)
+                group.note_samples()
             if group.buffer is None and not member.is_held():
                 self._take_back([member])
 

@@ -636,6 +636,7 @@ _ALONE = _num_holders(SimpleNamespace(device=DeviceParameter.of(torch.empty(0)))
 # ---- Groups of weights that are copied together, with the memory of their gradients ----
 
 _ALIGNMENT_BYTES = 512
+_NUM_SAMPLES = 8  # of each parameter: an update of all of its values changes one of them
 
 
 @final
@@ -702,6 +703,7 @@ class WeightGroup(Record):
         self.used_elsewhere = False
         self.open = 0
         self.is_stale = True
+        self._samples = b""  # of the values that the buffer was filled with
 
     def start_anew(self, store: AbstractStore) -> None:
         """Forget what an interrupt may have left half changed. The values are in the slot.
@@ -728,10 +730,37 @@ class WeightGroup(Record):
                 member.view_of(self.slots[-1].tensor).copy_(values)
             member.loaded = member.mark()
         self.is_stale = False
+        self.note_samples()
 
     def is_outdated(self) -> bool:
         """Whether the program has changed or assigned values since the buffer was filled."""
+        if self._read_samples() != self._samples:
+            self.is_stale = True
+            return True
         return any(member.loaded != member.mark() for member in self.members)
+
+    def note_samples(self) -> None:
+        """Note that the buffer has the values that rest now.
+
+        No version tells of what a program writes through ``parameter.data``, so some values of each
+        parameter are compared. A forward that updates a momentum encoder in this way, and then
+        calls it, would compute with what was prefetched before.
+        """
+        self._samples = self._read_samples()
+
+    def _read_samples(self) -> bytes:
+        words = self.resting.tensor.numpy().view("int64")
+        return words[self._sampled].tobytes()
+
+    @functools.cached_property
+    def _sampled(self) -> list[int]:
+        """Where the samples are, in words of 8 bytes."""
+        return [
+            (member.offset_bytes + member.size_bytes * part // _NUM_SAMPLES) // 8
+            for member in self.members
+            if member.size_bytes
+            for part in range(_NUM_SAMPLES)
+        ]
 
     def forget_memory(self) -> None:
         """Let go of the memory that its parameters had; they are back on the device."""
