@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -515,4 +516,40 @@ def test_weights_that_the_forward_writes_through_data_before_their_layer_runs(
         optimizer = _adam(model.query)
         losses = [_step(model, optimizer, device, number) for number in range(3)]
         results.append([each.cpu() for each in losses + _values(model)])
+    assert all(map(torch.equal, *results))
+
+
+def _layer_by_layer(model: nn.Sequential, backend: Any) -> nn.Module:
+    for number, layer in enumerate(model):
+        model[number] = torch.compile(layer, backend=backend)
+    return model
+
+
+def _in_place(model: nn.Sequential, backend: Any) -> nn.Module:
+    for layer in model:
+        layer.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [_layer_by_layer, _in_place])
+@pytest.mark.parametrize("before", [False, True])
+def test_layers_that_are_compiled(
+    device: torch.device, compiled: Callable[[nn.Sequential, Any], nn.Module], before: bool
+) -> None:
+    """Device parameters are others in each step, and nothing is compiled again for them."""
+    results = []
+    for offloads in (False, True):
+        torch.compiler.reset()
+        model, backend = _model(device), CompileCounterWithBackend("aot_eager")
+        if before:
+            compiled(model, backend)
+        if offloads:
+            ebbtide.offload(model, weights=ebbtide.WeightPolicy())
+        if not before:
+            compiled(model, backend)
+        optimizer = _adam(model)
+        losses = [_step(model, optimizer, device, number) for number in range(3)]
+        results.append([each.cpu() for each in losses + _values(model)])
+        # The layers share their code. The first one's input needs no gradient, those of others do.
+        assert backend.frame_count <= 2
     assert all(map(torch.equal, *results))

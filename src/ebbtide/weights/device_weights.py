@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.runtime.compiled import let_compiled_code_take
 from ebbtide.runtime.handles import AbstractProbed, Deaths, Saved, empty_tensors, is_of_checkpoint
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
@@ -161,8 +162,11 @@ class SubstitutingDict(dict[str, nn.Parameter | None]):
         return {k: p for k, p in items if p is None or not weights.stays(p, convert)}.items()
 
     def __getitem__(self, name: str) -> Any:
-        held, weights = super().__getitem__(name), self._weights()
-        return held if held is None or weights is None else weights.substitute(held)
+        held: Any = super().__getitem__(name)
+        if held is None or type(held) is DeviceParameter:
+            return held  # its module runs; compiled code, which traces this call, asks no more
+        weights = self._weights()
+        return held if weights is None else weights.substitute(held)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())
@@ -311,6 +315,7 @@ class DeviceWeights(AbstractWeights):
         self._release_all()
         self._check_views()
         self._adopt_all()
+        let_compiled_code_take(DeviceParameter)
 
     def _copies_to_wait_for(self) -> list[AbstractEvent]:
         """The copies that must have ended before the program goes on; none while weights work."""
