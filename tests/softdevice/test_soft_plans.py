@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import ebbtide
 import softdevice
@@ -268,3 +269,22 @@ def test_a_step_with_a_replaced_layer_is_recorded_anew(device: torch.device) -> 
         assert torch.accelerator.max_memory_allocated() <= budget_bytes
         del model[4]  # nor do its weights rest any more
         train(2)
+
+
+def test_weights_move_where_a_mode_sees_operations(device: torch.device) -> None:
+    """The first plan brings some of the weights back to the device, which the mode is not to see."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6))
+    model = nn.Sequential(*blocks).to(device)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    budget_bytes = DeviceMemory(device).now_bytes() + 2 * weight_bytes
+    rows, policy = torch.randn(64, 128).to(device), ActivationPolicy(min_bytes=1)
+    places = []
+    with ebbtide.offload(model, budget=budget_bytes, activations=policy):
+        for _ in range(4):
+            with FlopCounterMode(display=False) as counter:
+                model(rows).square().mean().backward()
+            places.append(len({parameter.device for parameter in model.parameters()}))
+            assert counter.get_total_flops() == 17 * 2 * 64 * 128 * 128
+    assert places[0] == 1
+    assert places[-1] == 2

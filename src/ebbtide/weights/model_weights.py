@@ -25,7 +25,11 @@ from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.layers import LayerModules, match_layers
 from ebbtide.runtime.parameter_index import find_sharded_parameters
-from ebbtide.runtime.torch_internals import exchange_tensors, find_data_parallel
+from ebbtide.runtime.torch_internals import (
+    exchange_tensors,
+    find_data_parallel,
+    outside_modes,
+)
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.units import few
 from ebbtide.weights.device_weights import DeviceWeights
@@ -157,21 +161,22 @@ class ModelWeights:
         if model is None:
             return
         self._num_placed += 1
-        transfers, origin = self._engine.transfers, self._origin
-        chosen = [each for each in self._layers() if names is None or each in names]
-        self._end_resting(CPU)
-        if chosen:
-            layers = match_layers(model, chosen)
-            self._hooks = offload_weights(model, layers, self._policy, transfers, origin)
-            self._engine.rest(self._hooks)
-        if names is None:
-            named = model.named_parameters()
-            self._movable = [name for name, each in named if each in self._resting]
-        home, brings = transfers.device.torch_device, origin is not None
-        move(model, home, but=self._resting, buffers=brings)
-        if home.type != "cpu":  # in files, the state follows in the optimizer's step
-            for optimizer in list(self._optimizers):
-                bring_state(optimizer, set(model.parameters()))
+        with outside_modes():  # they see no operation of the move
+            transfers, origin = self._engine.transfers, self._origin
+            chosen = [each for each in self._layers() if names is None or each in names]
+            self._end_resting(CPU)
+            if chosen:
+                layers = match_layers(model, chosen)
+                self._hooks = offload_weights(model, layers, self._policy, transfers, origin)
+                self._engine.rest(self._hooks)
+            if names is None:
+                named = model.named_parameters()
+                self._movable = [name for name, each in named if each in self._resting]
+            home, brings = transfers.device.torch_device, origin is not None
+            move(model, home, but=self._resting, buffers=brings)
+            if home.type != "cpu":  # in files, the state follows in the optimizer's step
+                for optimizer in list(self._optimizers):
+                    bring_state(optimizer, set(model.parameters()))
 
     def sizes(self, *, expects_state: bool = False) -> dict[str, WeightBytes]:
         """Return what weights occupy that rest if all do, by the name of the first layer with them.
