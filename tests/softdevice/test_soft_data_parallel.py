@@ -71,9 +71,11 @@ def test_offloaded_training_is_the_plain_one(kind: str, order: str, tmp_path: Pa
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process alone, which takes itself for one of two."""
     process_group.register()
     dist.init_process_group(process_group.NAME, store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr("ebbtide.runtime.torch_internals.num_processes", lambda: 2)
     yield
     dist.destroy_process_group()
 
@@ -122,3 +124,14 @@ def test_a_model_that_is_wrapped_on_the_host_is_not_moved(device: torch.device) 
     wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     with pytest.raises(PolicyError):
         ebbtide.offload(wrapped, device=device, budget="90%")
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_that_are_wrapped_may_rest_where_one_process_trains(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.runtime.torch_internals.num_processes", lambda: 1)
+    model, wrapped, x = _wrapped(device)
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        wrapped(x).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

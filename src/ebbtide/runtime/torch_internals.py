@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from ebbtide.devices.process import num_processes
+
 _AUTOGRAD: Final[Any] = torch._C._autograd
 
 # ---- Which backward runs
@@ -475,7 +477,7 @@ def find_data_parallel(model: nn.Module) -> DistributedDataParallel | None:
     It has hooks on the nodes that accumulate the gradients of its parameters. Torch gives a
     parameter that moves to a device of another type a new node, without them, and says nothing.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if num_processes() == 1:
         return None
     known = set(map(id, model.parameters()))
     inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
