@@ -31,6 +31,7 @@ class Client:
         quick: whether `make test` runs it, for which it must need only what `.venv` has.
         known: why it fails, if it does.
         needs: the packages that it imports, if `make clients` does not install them.
+        stays: whether nothing moves once the first step has shown that it would not pay.
         own_checkpoints: its framework's setting by which layers are recomputed, if it has one.
     """
 
@@ -41,6 +42,7 @@ class Client:
     quick: bool = False
     known: KnownFailure | None = None
     needs: tuple[str, ...] = ()
+    stays: bool = False
     own_checkpoints: str | None = None
 
 
@@ -127,9 +129,10 @@ CLIENTS = [
         "A PINN, Burgers' equation",
         "pinn.py",
         "The graph that `torch.autograd.grad(..., create_graph=True)` makes needs what it has read "
-        "until the second backward. After the first step these tensors stay, and a warning "
+        "until the second backward. After the first step these tensors stay; `handle.explain()` "
         "says so.",
         quick=True,
+        stays=True,
     ),
     Client(
         "A PINO, Helmholtz' equation",

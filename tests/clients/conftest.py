@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from published import STARTUP
 from run_program import declare_torchvision_operators
 
 CHOSEN = os.environ.get("EBBTIDE_CLIENTS")
@@ -30,6 +31,9 @@ if CHOSEN in ("all", "science"):
     os.environ["HF_HUB_OFFLINE"] = "1"
     if torch.version.cuda is None:
         declare_torchvision_operators()
+        # For the processes that tests start, `sitecustomize` does the same.
+        inherited = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(inherited)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

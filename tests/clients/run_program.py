@@ -135,6 +135,8 @@ def declare_torchvision_operators() -> None:
     No client here calls them; they are for object detection.
     """
     for name in ("nms", "qnms"):
+        if hasattr(torch.ops.torchvision, name):  # they were declared when the process began
+            continue
         schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         torch.library.define(f"torchvision::{name}", schema)
 

@@ -21,12 +21,9 @@ PLACES = {
 RUN = """
 import json, sys
 from pathlib import Path
-import torch
-from run_program import Measurement, _record_warnings, declare_torchvision_operators, weights_digest
-if torch.version.cuda is None:
-    declare_torchvision_operators()
 import ebbtide
 from ebbtide.interop.{framework} import OffloadCallback
+from run_program import Measurement, _record_warnings, weights_digest
 
 mode, folder = sys.argv[1:]
 callback = OffloadCallback()

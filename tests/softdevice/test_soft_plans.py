@@ -272,7 +272,7 @@ def test_a_step_with_a_replaced_layer_is_recorded_anew(device: torch.device) -> 
 
 
 def test_weights_move_where_a_mode_sees_operations(device: torch.device) -> None:
-    """The first plan brings some of the weights back to the device, which the mode is not to see."""
+    """The first plan brings some of the weights back to the device, and no mode sees it."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6))
     model = nn.Sequential(*blocks).to(device)
