@@ -33,6 +33,7 @@ CORE = (
     "tests/unit/test_offload_api.py",
     "tests/unit/test_saved_tensors.py",
     "tests/unit/test_layers.py",
+    "tests/unit/test_compiled.py",
     "tests/unit/test_rebuild.py",
     "tests/unit/test_offload_session.py",
     "tests/unit/test_mapped_weights.py",

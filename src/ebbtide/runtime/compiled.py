@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
-from ebbtide.runtime.torch_internals import find_called
+from ebbtide.runtime.torch_internals import find_called, is_exported
 
 is_traced = torch.compiler.is_compiling
 """Whether the compiler traces this call. The compiler takes the answer for a constant."""
@@ -216,7 +216,7 @@ class ModuleHook:
         self._owner = owner
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
-        if torch.compiler.is_exporting() or is_traced():
+        if is_exported() or is_traced():
             return None
         return self._action(values) if self._module() is module else None
 

@@ -27,7 +27,7 @@ from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
-from ebbtide.runtime.torch_internals import MODULE_CALL, in_backward
+from ebbtide.runtime.torch_internals import MODULE_CALL, in_backward, is_exported
 from ebbtide.units import brief
 
 _LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
@@ -153,7 +153,7 @@ class OffloadedForward(ForwardReplacement):
             self.kept = None
         if not self._active:
             return self._forward(*args, **kwargs)
-        if torch.compiler.is_exporting():
+        if is_exported():
             if self._engine.weights is not None:
                 self._engine.weights.refuse_transforms()
             return self._forward(*args, **kwargs)

@@ -190,11 +190,20 @@ def has_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_exported() -> bool:
+    """Whether a model is exported.
+
+    Not `torch.compiler.is_exporting`: before torch 2.13 the compiler takes it for true in all code
+    that it traces, and a compiled function that calls an offloaded model would offload nothing.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def is_written_down() -> bool:
     """Whether operations are only written down: exported, traced, or run with fake tensors."""
     modes = torch._C._TorchDispatchModeKey
     return (
-        torch.compiler.is_exporting()
+        is_exported()
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(modes.PROXY) is not None
         or torch._C._get_dispatch_mode(modes.FAKE) is not None
