@@ -201,6 +201,22 @@ def test_the_same_random_numbers_are_drawn_again(mode: str) -> None:
     compare(lambda: Stack(nn.ModuleList(Dropout() for _ in range(3))), policy(mode), draw)
 
 
+class Poisson(Block):
+    """Draws from a generator of its own, to which the schema of `poisson` gives no keyword."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        x = self.linear(x)
+        scale = torch.poisson(x.detach().exp(), generator=generator)
+        return (x * scale * torch.rand(WIDTH, generator=generator)).sin()
+
+
+@each_mode
+def test_the_same_numbers_of_an_own_generator_are_drawn_again(mode: str) -> None:
+    make = lambda: Stack(nn.ModuleList(Poisson() for _ in range(3)))  # noqa: E731
+    assert compare(make, policy(mode), draw).recomputed_bytes > 0
+
+
 class Chance(Block):
     """Draws numbers of Python and NumPy, counts its forwards, and remembers what it drew."""
 

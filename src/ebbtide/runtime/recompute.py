@@ -28,7 +28,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn, final
 
@@ -377,12 +377,12 @@ _Numbers = tuple[Callable[[], Tensor], Callable[[Tensor], object], Tensor]
 and the state before the operation ran."""
 
 
-def _numbers_of(device: torch.device, generator: object) -> Iterator[_Numbers]:
-    """Note the random numbers that an operation draws: those of its generator, or the default."""
-    sources: list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = []
-    if isinstance(generator, torch.Generator):
-        sources.append((generator.get_state, generator.set_state))
-    else:
+def _numbers_of(device: torch.device, arguments: Iterable[object]) -> Iterator[_Numbers]:
+    """Note the random numbers that an operation draws: those of its generators, or the default."""
+    sources: list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = [
+        (each.get_state, each.set_state) for each in arguments if isinstance(each, torch.Generator)
+    ]
+    if not sources:
         sources.append((torch.get_rng_state, torch.set_rng_state))
         if device.type not in ("cpu", "meta"):
             module: Any = torch.get_device_module(device)
@@ -739,7 +739,9 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         operation.args = [self._encode(each, operation) for each in args]
         operation.kwargs = {name: self._encode(each, operation) for name, each in kwargs.items()}
         if traits.draws:
-            operation.numbers = tuple(_numbers_of(self._hooks.device, kwargs.get("generator")))
+            # Some schemas name the generator, and others, such as that of `poisson`, do not.
+            arguments = (*args, *kwargs.values())
+            operation.numbers = tuple(_numbers_of(self._hooks.device, arguments))
         result = func(*args, **kwargs)
         self._note_results(traits, operation, result)
         if operation.makes or traits.writes:
