@@ -193,6 +193,22 @@ def test_tensors_in_containers_leave_the_device() -> None:
         assert [each.decision for each in inputs] == ["offload"] * 2
 
 
+class Sparse(Block):
+    """Computes with the values of a sparse matrix, which are a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        diagonal = torch.arange(ROWS).expand(2, ROWS)
+        matrix = torch.sparse_coo_tensor(diagonal, x[:, 0], check_invariants=True).coalesce()
+        return (x * matrix.values()[:, None]).sin()
+
+
+@each_mode
+def test_values_of_a_sparse_matrix(mode: str) -> None:
+    make = lambda: Stack(nn.ModuleList(Sparse() for _ in range(2)))  # noqa: E731
+    assert compare(make, policy(mode), draw).recomputed_bytes > 0
+
+
 # Random numbers, autocast, modes
 
 

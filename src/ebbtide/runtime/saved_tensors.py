@@ -37,6 +37,7 @@ from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import (
     NestedTensor,
     OwnMode,
+    address_of,
     has_dispatch_modes,
     hooks_are_enabled,
     is_written_down,
@@ -486,6 +487,8 @@ class SavedTensorHooks:
         It does not count as saved by autograd.
         """
         whole = tensor if tensor._base is None else tensor._base
+        if not address_of(whole):  # a sparse tensor, whose values are a view of it
+            return None
         if self._pack_weight is not None:
             saved = self._pack_weight(tensor, whole)
             if saved is not None:
