@@ -1,9 +1,12 @@
 """Training on the device by itself has the same bits in every order: neural operators above all."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ebbtide
 import softdevice
 from soft_bench import PORTFOLIO
 from zoo import assert_bitwise_equal
@@ -52,3 +55,29 @@ def test_a_failed_step_leaves_nothing_and_training_goes_on(device: torch.device)
     assert torch.accelerator.memory_allocated() == before_bytes
     softdevice.set_capacity(2**30)
     assert set(_train(model, x, steps=1)) == set(expected)
+
+
+class _Jacobian(nn.Module):
+    """Calls a layer inside transforms of `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.second = copy.deepcopy(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.jacfwd(self.second))(self.first(x))
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute+offload"])
+def test_a_layer_inside_transforms_is_offloaded(device: torch.device, mode: str) -> None:
+    torch.manual_seed(0)
+    models = [_Jacobian().to(device)]
+    models.append(copy.deepcopy(models[0]))
+    x = torch.randn(8, 16).to(device)
+    policy = ebbtide.ActivationPolicy(mode=mode, min_bytes=1)
+    plain = _train(models[0], x)
+    layers = ["first.*", "second.*"]
+    with ebbtide.offload(models[1], activations=policy, layers=layers) as handle:
+        assert_bitwise_equal(_train(models[1], x), plain)
+        assert handle.stats.offloaded_bytes > 0

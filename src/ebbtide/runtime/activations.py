@@ -36,7 +36,12 @@ from ebbtide.runtime.handles import (
 )
 from ebbtide.runtime.record import DROPPED, REBUILT, AccessOrder, ForwardLog
 from ebbtide.runtime.stats import RecomputedLayer, subject
-from ebbtide.runtime.torch_internals import call_after_backward, current_graph_task, sequence_number
+from ebbtide.runtime.torch_internals import (
+    call_after_backward,
+    current_graph_task,
+    outside_modes,
+    sequence_number,
+)
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Verb
 
@@ -470,7 +475,8 @@ class Activations:
             StoreFullError: the store has no room. What has no copy stays on the device.
         """
         while unwritten:
-            with self._gate:
+            # A transform of `torch.func` that runs where a layer ends would refuse the copy.
+            with self._gate, outside_modes():
                 _, record, begin = unwritten.pop()
                 if record.state is not DROPPED:
                     begin()
