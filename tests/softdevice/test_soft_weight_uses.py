@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -553,3 +555,33 @@ def test_layers_that_are_compiled(
         # The layers share their code. The first one's input needs no gradient, those of others do.
         assert backend.frame_count <= 2
     assert all(map(torch.equal, *results))
+
+
+class _Scripted(nn.Module):
+    """A layer with a script module in it, whose code refers to its parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+            self.scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.scripted(self.linear(x)))
+
+
+def test_script_modules_in_layers_keep_their_weights_on_the_device(device: torch.device) -> None:
+    def run(offload: Callable[[nn.Module], object]) -> tuple[list[Tensor], nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Scripted() for _ in range(4))).to(device)
+        offload(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        losses = [_step(model, optimizer, device, number).cpu() for number in range(3)]
+        return losses, model
+
+    plain, _ = run(lambda _: None)
+    found, model = run(functools.partial(ebbtide.offload, weights=ebbtide.WeightPolicy()))
+    assert all(map(torch.equal, found, plain))
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == (device.type if "scripted" in name else "cpu")

@@ -24,7 +24,7 @@ from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.compiled import register_hooks
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import Saved
-from ebbtide.runtime.layers import LayerModules, lists_by_index
+from ebbtide.runtime.layers import LayerModules, is_script, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
@@ -155,6 +155,15 @@ def leave_first(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
     return _without(units, {id(first)} if alone else ())
 
 
+def leave_scripted(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
+    """Leave out parameters of script modules: the code of those refers to the tensors themselves.
+
+    No other tensor can stand for such a parameter while the module runs.
+    """
+    scripts = filter(is_script, model.modules())
+    return _without(units, {id(parameter) for each in scripts for parameter in each.parameters()})
+
+
 def leave_shared(units: Sequence[Unit]) -> list[Unit]:
     """Leave out parameters whose memory something else refers to, and say so.
 
@@ -266,11 +275,12 @@ class AbstractWeights(ABC):
         self._refuse_data_parallel(model)
         check_units(units)
         if self._home.type != "cpu":
-            units = leave_first(units, model)
+            units = leave_scripted(leave_first(units, model), model)
         if not units:
             raise PolicyError(
                 f"{policy} selects none of the model's {len(found)} layers with weights; on an "
-                f"accelerator the model's first parameter stays, if it is alone in its layer. "
+                f"accelerator the model's first parameter stays, if it is alone in its layer, and "
+                f"so do those of script modules. "
                 f"Leave weights out to offload none, change num_layers, keep_last or min_bytes, or "
                 f"name layers, layers=[model.encoder, ...]"
             )
