@@ -521,6 +521,101 @@ def test_weights_that_the_forward_writes_through_data_before_their_layer_runs(
     assert all(map(torch.equal, *results))
 
 
+class _Linear(nn.Linear):
+    """A layer whose forward asks more of its weight than its values, or leaves something there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kind, self.number, self.seen = kind, 0, -1
+        self.twins = nn.ModuleList()
+        self.weight.scale = 0.5  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, self.number = self.weight, self.number + 1
+        return F.linear(x, getattr(self, f"use_{self.kind}")(weight), self.bias)
+
+    def use_attribute(self, weight: Any) -> Any:
+        return weight * getattr(weight, "scale", 1.0)
+
+    def use_attribute_set(self, weight: Any) -> Any:
+        weight.scale *= 1.1
+        return weight * weight.scale
+
+    def use_version(self, weight: Any) -> Any:
+        if weight._version != self.seen:
+            self.seen, self.norm = weight._version, weight.detach().norm().clone()
+        return weight / self.norm
+
+    def use_gradient(self, weight: Any) -> Any:
+        return weight * (1.0 if weight.grad is None else 0.9)
+
+    def use_gradient_forgotten(self, weight: Any) -> Any:
+        if self.number % 2:
+            weight.grad = None
+        return weight
+
+    def use_hook(self, weight: Any) -> Any:
+        if self.number == 1:
+            mask = torch.full((WIDTH, 1), 0.5, device=weight.device)
+            weight.register_hook(lambda gradient: gradient * mask)
+        return weight
+
+    def use_later_hook(self, weight: Any) -> Any:
+        def forget(parameter: Tensor) -> None:
+            parameter.grad = None
+
+        if self.number == 2:
+            weight.register_post_accumulate_grad_hook(forget)
+        return weight
+
+    def use_frozen(self, weight: Any) -> Any:
+        return weight.requires_grad_(self.number < 3)
+
+    def use_thawed(self, weight: Any) -> Any:
+        if self.number == 1:
+            weight.requires_grad = False
+        if self.number == 3:
+            weight.requires_grad = True
+        return weight
+
+    def use_copied(self, weight: Any) -> Any:
+        if self.number == 1:
+            self.twins.append(copy.deepcopy(self))
+            self.twins.append(pickle.loads(pickle.dumps(self.twins[0])))
+            self.twins.append(pickle.loads(pickle.dumps(self)))
+        for twin in self.twins:
+            weight = weight + twin.weight * 0.1
+        return weight
+
+
+KINDS = [name[4:] for name in vars(_Linear) if name.startswith("use_")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_forward_finds_and_leaves_on_its_weight(device: torch.device, kind: str) -> None:
+    """It is the parameter's: it lasts from forward to forward, as values do."""
+    results = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(_Linear(kind), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(*layers).to(device)
+        if offloads:
+            ebbtide.offload(model, layers=list(model), weights=ebbtide.WeightPolicy())
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+        losses = []
+        for number in range(6):
+            loss = model(_batch(device, number)).square().mean()
+            loss.backward()
+            losses += [loss.detach(), *(p.grad.clone() for p in parameters if p.grad is not None)]
+            optimizer.step()
+        states = [each.requires_grad for each in parameters], [vars(each) for each in parameters]
+        results.append(([each.cpu() for each in losses + _values(model)], states))
+    (plain, states), (found, states_at_rest) = results
+    assert [torch.equal(*pair) for pair in zip(plain, found, strict=True)] == [True] * len(plain)
+    assert states == states_at_rest
+
+
 def _layer_by_layer(model: nn.Sequential, backend: Any) -> nn.Module:
     for number, layer in enumerate(model):
         model[number] = torch.compile(layer, backend=backend)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
@@ -208,6 +209,11 @@ def is_written_down() -> bool:
         or torch._C._get_dispatch_mode(modes.PROXY) is not None
         or torch._C._get_dispatch_mode(modes.FAKE) is not None
     )
+
+
+def compiler_looks() -> bool:
+    """Whether `torch.compile` looks at what code will run with, on the calling thread."""
+    return TracingContext.try_get() is not None
 
 
 count_dispatch_modes: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack

@@ -437,6 +437,7 @@ class DeviceWeights(AbstractWeights):
             made = self._gradients.link(group, trained)
         for member in new:
             device = made[member] if member in made else DeviceParameter.of(member.view_of(buffer))
+            device.replace(member.parameter)
             member.device = device
             self._given[member] = group
 

@@ -20,11 +20,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from ebbtide.devices.device import Layer
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.record import STORED, WEIGHT, Record
 from ebbtide.runtime.torch_internals import (
+    compiler_looks,
     count_storage_users,
     count_tensor_users,
     exchange_tensors,
@@ -235,18 +237,107 @@ Conversion = Callable[[torch.Tensor], torch.Tensor]
 """What `module.to` and its kin compute of each parameter."""
 
 
+_TENSOR: Any = torch.Tensor  # whose attributes a device parameter overrides
+
+
 class DeviceParameter(torch.Tensor):
     """Replaces a parameter in its modules: a tensor with the same values in a device buffer.
 
     Operations on it return plain tensors. It is no `nn.Parameter`, because modules that a forward
     constructs around it (tensorly's slices of factorized weights) must not register it as theirs.
 
+    What else a forward finds or leaves on its weight is the parameter's, and lasts as long: its
+    gradient, its hooks, whether it is trained, its version, and the attributes that the program
+    has given it. Another forward gets another device parameter.
+
     Attributes:
         kept: the tensor's version when its values last equalled those on the host.
+        parameter: what it replaces.
     """
 
     __torch_function__ = no_torch_function
     kept = 0
+    parameter: torch.Tensor
+
+    def replace(self, parameter: torch.Tensor) -> None:
+        """Replace a parameter from now on. Nothing has changed this tensor yet."""
+        self.parameter = parameter
+        # Programs that cache what they compute of a weight ask its version whether it has changed.
+        set_version(self, parameter._version)
+        self.kept = parameter._version
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "parameter":
+            raise AttributeError(name)
+        return getattr(self.parameter, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "parameter" or hasattr(DeviceParameter, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.parameter, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.parameter, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = made = self._plain()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self._plain()
+        return plain.__reduce_ex__(protocol)
+
+    def _plain(self) -> nn.Parameter:
+        values = self.detach().clone(memory_format=torch.preserve_format)
+        return nn.Parameter(values, self.parameter.requires_grad)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's, where it accumulates: on the host."""
+        # The compiler gives a tensor of its own that stands for this one the gradient that it sees.
+        return None if compiler_looks() else self.parameter.grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        self.parameter.grad = gradient
+
+    @grad.deleter
+    def grad(self) -> None:
+        del self.parameter.grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a graph that uses this tensor leads to the parameter."""
+        return bool(_TENSOR.requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
+        """Train the parameter from now on, or no more."""
+        self.parameter.requires_grad_(requires_grad)
+        if requires_grad and not self.requires_grad:
+            super().requires_grad_()
+            send = functools.partial(_send, self.parameter)
+            super().register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
+        return self
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+        """Register a hook of the parameter, which gets the gradient on the device nevertheless."""
+        device = self.device
+
+        def call(gradient: torch.Tensor) -> torch.Tensor | None:
+            made = hook(gradient.to(device))
+            return None if made is None else made.to(gradient.device)
+
+        return self.parameter.register_hook(call)  # type: ignore[no-any-return, no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Register a hook of the parameter."""
+        register: Any = self.parameter.register_post_accumulate_grad_hook
+        return register(hook)  # type: ignore[no-any-return]
 
     @staticmethod
     def of(values: torch.Tensor) -> DeviceParameter:
@@ -278,7 +369,7 @@ class DeviceParameter(torch.Tensor):
 
     def refer_to(self, values: torch.Tensor) -> None:
         """Make this tensor object share the memory of the given values."""
-        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+        _TENSOR.data.__set__(self, values)
 
     def let_go(self) -> None:
         """Give up the memory, which views may still refer to. They share the version counter."""
@@ -290,6 +381,13 @@ class DeviceParameter(torch.Tensor):
         shared.let_go()
         shared.kept = self.kept
         return shared
+
+
+def _send(parameter: torch.Tensor, device: torch.Tensor) -> None:
+    """Add the gradient of a device parameter, which is a leaf, to its parameter's."""
+    gradient = _TENSOR.grad.__get__(device).to(parameter.device)
+    _TENSOR.grad.__set__(device, None)
+    torch.autograd.backward(parameter, gradient, create_graph=torch.is_grad_enabled())
 
 
 Mark = tuple[int, tuple[int, tuple[int, ...], torch.Size]]
