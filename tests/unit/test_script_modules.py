@@ -60,3 +60,26 @@ def test_a_script_module_is_refused_and_left_as_it_was(model: nn.Module) -> None
     with pytest.raises(PolicyError):
         ebbtide.offload(model, layers=[model[1]])
     ebbtide.offload(model, activations=SMALL).detach()  # nothing was left behind
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(32, 32), Block()) for _ in range(3))
+        self.blocks = nn.ModuleList(map(torch.jit.script, blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_trains_whose_blocks_are_all_scripted() -> None:
+    model = Scripted()
+    expected = gradients(model)
+    with ebbtide.offload(model, activations=SMALL):
+        found = [gradients(model) for _ in range(2)]
+    for each in found:
+        assert all(map(torch.equal, each, expected))
+    with pytest.raises(PolicyError, match="blocks"):
+        ebbtide.offload(model, weights=WeightPolicy(min_bytes=1))

@@ -408,7 +408,7 @@ class _Search:
         """Whether an element of a list does nothing but run blocks of its own, of one class."""
         if count_calls_by_index(element):
             return False
-        if class_of(element).forward is nn.Sequential.forward:
+        if _forward_of(element) is nn.Sequential.forward:
             return bool(self._repeated([element])) or any(map(self._recurs, element.children()))
         children = [("", element)] if _is_list(element) else _entries("", element)
         lists = [(name, child) for name, child in children if _is_list(child)]
@@ -557,7 +557,12 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    return class_of(module).forward is not nn.Module.forward
+    return _forward_of(module) is not nn.Module.forward
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward of a module's class. That of a scripted module only shows it to an object."""
+    return inspect.getattr_static(class_of(module), "forward")
 
 
 def _is_choice(name: str) -> bool:
