@@ -81,5 +81,5 @@ def test_a_model_trains_whose_blocks_are_all_scripted() -> None:
         found = [gradients(model) for _ in range(2)]
     for each in found:
         assert all(map(torch.equal, each, expected))
-    with pytest.raises(PolicyError, match="blocks"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(model, weights=WeightPolicy(min_bytes=1))
