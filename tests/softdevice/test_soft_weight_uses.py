@@ -578,6 +578,11 @@ class _Linear(nn.Linear):
             weight.requires_grad = True
         return weight
 
+    def use_kept(self, weight: Any) -> Any:
+        if self.number == 1:
+            self.kept = [weight]
+        return self.kept[0]
+
     def use_copied(self, weight: Any) -> Any:
         if self.number == 1:
             self.twins.append(copy.deepcopy(self))
@@ -614,6 +619,25 @@ def test_what_a_forward_finds_and_leaves_on_its_weight(device: torch.device, kin
     (plain, states), (found, states_at_rest) = results
     assert [torch.equal(*pair) for pair in zip(plain, found, strict=True)] == [True] * len(plain)
     assert states == states_at_rest
+
+
+@pytest.mark.parametrize("through", ["", ".data", ".detach()"])
+def test_a_weight_that_a_forward_has_kept_is_not_changed_unnoticed(
+    device: torch.device, through: str
+) -> None:
+    model = nn.Sequential(*[nn.Sequential(_Linear("kept"), nn.Tanh()) for _ in range(3)]).to(device)
+    ebbtide.offload(model, layers=list(model), weights=ebbtide.WeightPolicy())
+    optimizer = _adam(model)
+    _step(model, optimizer, device, 0)
+    _step(model, optimizer, device, 1)
+
+    def change(module: Any, *_: object) -> None:
+        with torch.no_grad():
+            eval(f"module.kept[0]{through}.mul_(2)", {"module": module})
+
+    model[1][0].register_forward_pre_hook(change)
+    with pytest.raises(ebbtide.PolicyError, match="changed in place through a view"):
+        _step(model, optimizer, device, 2)
 
 
 def _layer_by_layer(model: nn.Sequential, backend: Any) -> nn.Module:

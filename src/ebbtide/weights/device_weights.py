@@ -584,8 +584,7 @@ class DeviceWeights(AbstractWeights):
         at_home = self._device.note_use(group.buffer, group.home, current, group.ready)
         group.used_elsewhere |= not at_home
 
-    @staticmethod
-    def _fill(group: WeightGroup, buffer: torch.Tensor) -> None:
+    def _fill(self, group: WeightGroup, buffer: torch.Tensor) -> None:
         """Copy the values into a buffer that are not in the group's memory, one by one.
 
         Streams:
@@ -598,6 +597,10 @@ class DeviceWeights(AbstractWeights):
                 # The model holds it since the group was here before. Its memory does not show what
                 # the program has written on the host since.
                 member.device.refer_to(member.view_of(buffer))
+            if member.former and not member.is_on_device:
+                memory = StorageWeakRef(buffer.untyped_storage())  # type: ignore[no-untyped-call]
+                for former in member.show_former(member.view_of(buffer)):
+                    self._viewed.append((member.name, memory, former.counter()))
 
     def _release(self, group: WeightGroup) -> None:
         """Release a group's buffer. Changes of its weights have been kept."""

@@ -417,6 +417,7 @@ class OffloadedParameter:
         loaded: its `mark` when the values in the group's device buffer were read.
         places: where modules hold the parameter: in their parameters, lists and dicts.
         device: what code gets in its place in the forward that runs, see [Note: device parameters].
+        former: what code got there before and still holds, see `show_former`.
         move: its last move to the device, while a graph has it; see [Note: gradients on their way].
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
@@ -445,6 +446,7 @@ class OffloadedParameter:
         self.loaded: Mark | None = None
         self.places: list[Place] = []
         self.device: DeviceParameter | None = None
+        self.former: list[weakref.ref[DeviceParameter]] = []
         self.move: weakref.ref[Node] | None = None
         self.device_leaf: torch.Tensor | None = None
         self.read_by: tuple[int, int] | None = None
@@ -693,10 +695,29 @@ class OffloadedParameter:
         is_held = self.is_held()
         device = self.device
         assert device is not None
-        if not is_held:
+        if is_held:
+            self.former.append(weakref.ref(device))
+        else:
             device.let_go()
         self.device = None
         return device
+
+    def show_former(self, values: torch.Tensor) -> Iterator[DeviceParameter]:
+        """Give the values on the device to the device parameters of forwards before this one.
+
+        A forward may keep what it has read, such as a list of its weights that it makes when it
+        runs for the first time. It would compute with the values of then for ever.
+
+        Yields:
+            Each that is still held.
+        """
+        self.former = [each for each in self.former if each() is not None]
+        for each in self.former:
+            former = each()
+            if former is not None:
+                former.refer_to(values)
+                former.kept = former._version
+                yield former
 
     def _containers(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield what is in each place now, which the model may have replaced, and the key there."""
