@@ -297,3 +297,36 @@ def test_a_large_weight_written_before_backward_is_noticed_by_a_recomputed_layer
         with pytest.raises(ebbtide.SavedTensorModifiedError):
             loss.backward()
         model(torch.rand(8, 192)).sum().backward()  # what it saves is offloaded from now on
+
+
+class _Signs(nn.Module):
+    """Replaces the memory of its input, as layers of binarized networks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data = x.data.sign()
+        return x
+
+
+class _Capped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.clamp_(max=0.1)
+        return x
+
+
+@pytest.mark.parametrize("how", ACTIVATIONS)
+@pytest.mark.parametrize("write", [_Signs, _Capped])
+def test_an_output_that_is_written_without_a_version_in_one_of_several_places(
+    write: type[nn.Module], how: str
+) -> None:
+    """The output of the first GELU has the same shape, and can be rebuilt."""
+
+    def program(offload: Offload) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        first = nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+        model = nn.Sequential(*first, nn.GELU(), write(), nn.Linear(WIDTH, WIDTH))
+        with offload(model):
+            loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+            loss.backward()
+            return [loss.detach(), *gradients(model)]
+
+    assert_same_bits(program, ACTIVATIONS[how])

@@ -463,7 +463,8 @@ class Placement:
             rebuilds = planned is not None or self._rebuilds
             log = scope.forward
             if rebuilds and size_bytes >= self.min_bytes and not log.is_mixed:
-                call = self._find_call(tensor, storage, log.settings)
+                place = None if scope.layer is None else scope.layer.name, number
+                call = self._find_call(tensor, storage, log.settings, place)
                 if call is not None:
                     return REBUILD, call
         else:
@@ -474,7 +475,11 @@ class Placement:
         return KEEP, None
 
     def _find_call(
-        self, tensor: Tensor, storage: torch.UntypedStorage, settings: KernelSettings
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        settings: KernelSettings,
+        place: Hashable,
     ) -> Call | None:
         """Return the call that recomputes the storage of a saved tensor; None if there is none.
 
@@ -482,6 +487,7 @@ class Placement:
             tensor: the saved tensor, which is an operation's output or a view of one.
             storage: its storage.
             settings: what the kernels of this forward have depended on.
+            place: where the model saves the storage.
         """
         found = find_recipe(tensor, storage)
         if found is None:
@@ -494,27 +500,38 @@ class Placement:
         node: Any = output.grad_fn
         constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
         call = Call(recipe, inputs, constants, output.dtype, depth, settings)
-        return call if self._is_proven(call, output) else None
+        return call if self._is_proven(call, output, place) else None
 
-    def _is_proven(self, call: Call, output: Tensor) -> bool:
-        """Whether the recipe's first run for this shape and type gave the same bits."""
+    def _is_proven(self, call: Call, output: Tensor, place: Hashable) -> bool:
+        """Whether the recipe has given the same bits: for this shape and type, and in this place.
+
+        A kernel gives the same bits for a shape or does not. But the program may write an output
+        without a version, as by ``output.data = output.data.sign()``, in one place of several.
+        """
         inputs = call.inputs
         shapes = tuple(_shape_of(saved) for saved in inputs)
         constants = tuple(sorted((name, str(value)) for name, value in call.constants.items()))
         layout = output.shape, output.stride(), output.dtype, output.device
         key = (call.recipe, constants, shapes, layout, call.settings)
-        if key not in self._proven:
-            try:
-                again = call.run([peek(saved) for saved in inputs])
-            except torch.OutOfMemoryError:
-                return False  # another time there may be memory for it
-            self._proven[key] = same = _same_bits(again, output)
-            if not same:
-                _LOG.info(
-                    "%s of shape %s and type %s cannot be rebuilt to the bit here; it is kept or "
-                    "offloaded instead",
-                    call.recipe.node,
-                    tuple(output.shape),
-                    output.dtype,
-                )
-        return self._proven[key]
+        there = (call.recipe, place)
+        if not (self._proven.get(key, True) and self._proven.get(there, True)):
+            return False
+        if key in self._proven and there in self._proven:
+            return True
+        try:
+            again = call.run([peek(saved) for saved in inputs])
+        except torch.OutOfMemoryError:
+            return False  # another time there may be memory for it
+        same = _same_bits(again, output)
+        if same or key in self._proven:
+            self._proven[there] = same
+        self._proven.setdefault(key, same)
+        if not same:
+            _LOG.info(
+                "%s of shape %s and type %s cannot be rebuilt to the bit here; it is kept or "
+                "offloaded instead",
+                call.recipe.node,
+                tuple(output.shape),
+                output.dtype,
+            )
+        return same
