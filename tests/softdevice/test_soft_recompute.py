@@ -200,3 +200,48 @@ def test_operators_compute_as_without_a_mode(device: torch.device, casts: bool) 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert all(map(torch.equal, run(offloads=False), run(offloads=True)))
+
+
+class SinOnHost(torch.autograd.Function):
+    """Notes where backward finds what was saved."""
+
+    found: list[str] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        SinOnHost.found.append(x.device.type)
+        return gradient * x.to("cpu").cos()
+
+
+class PartlyOnHost(nn.Module):
+    """Adds up two gradients at most, as threads of autograd do so in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()
+        return x * SinOnHost.apply(x.cpu()).to(x.device)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "recompute+offload"])
+def test_what_a_layer_computes_on_the_host_is_there_in_backward(
+    device: torch.device, mode: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(PartlyOnHost() for _ in range(3))).to(device)
+    model = copy.deepcopy(plain)
+    expected = train(plain, device)
+    SinOnHost.found.clear()
+    policy = ActivationPolicy(mode=mode, min_bytes=1)
+    with ebbtide.offload(model, activations=policy, layers=["?"]) as handle:
+        assert all(map(torch.equal, train(model, device), expected))
+        assert handle.stats.recomputed_bytes > 0
+    assert set(SinOnHost.found) == {"cpu"}
