@@ -636,7 +636,7 @@ def test_a_weight_that_a_forward_has_kept_is_not_changed_unnoticed(
             eval(f"module.kept[0]{through}.mul_(2)", {"module": module})
 
     model[1][0].register_forward_pre_hook(change)
-    with pytest.raises(ebbtide.PolicyError, match="changed in place through a view"):
+    with pytest.raises(ebbtide.PolicyError):
         _step(model, optimizer, device, 2)
 
 
