@@ -182,7 +182,7 @@ class Corrections:
             places.add(last - position)  # it runs the forward, too
         staying = [self._staying[each] for each in places if each in self._staying]
         most_bytes = max([0, *(staying or list(known.values()))])
-        if staying and isinstance(way, tuple):
+        if self._awaits_copies and isinstance(way, tuple):  # else less may be needed by chance
             sizes = self._saved[position]
             tried = [(each, size) for each, size in known.items() if isinstance(each, tuple)]
             beside = (needed + _beside_bytes(sizes, each, way) for each, needed in tried)
