@@ -330,3 +330,42 @@ def test_an_output_that_is_written_without_a_version_in_one_of_several_places(
             return [loss.detach(), *gradients(model)]
 
     assert_same_bits(program, ACTIVATIONS[how])
+
+
+class _CappedAgain(nn.Module):
+    """Writes what it has computed in its second call only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, writes: bool) -> Tensor:
+        y = nn.functional.gelu(self.first(x))
+        if writes:
+            y.data.clamp_(max=0.1)
+        return self.second(y)
+
+
+class _InTwoRounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_CappedAgain() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for writes in (False, True):
+            for block in self.blocks:
+                x = block(x, writes)
+        return x
+
+
+@pytest.mark.parametrize("how", ACTIVATIONS)
+def test_an_output_that_is_written_without_a_version_in_one_of_several_calls(how: str) -> None:
+    def program(offload: Offload) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = _InTwoRounds()
+        with offload(model):
+            loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+            loss.backward()
+            return [loss.detach(), *gradients(model)]
+
+    assert_same_bits(program, ACTIVATIONS[how])

@@ -463,7 +463,7 @@ class Placement:
             rebuilds = planned is not None or self._rebuilds
             log = scope.forward
             if rebuilds and size_bytes >= self.min_bytes and not log.is_mixed:
-                place = None if scope.layer is None else scope.layer.name, number
+                place = scope.layer, number
                 call = self._find_call(tensor, storage, log.settings, place)
                 if call is not None:
                     return REBUILD, call
@@ -487,7 +487,7 @@ class Placement:
             tensor: the saved tensor, which is an operation's output or a view of one.
             storage: its storage.
             settings: what the kernels of this forward have depended on.
-            place: where the model saves the storage.
+            place: where the model saves the storage: in which call of which layer.
         """
         found = find_recipe(tensor, storage)
         if found is None:
@@ -514,18 +514,17 @@ class Placement:
         layout = output.shape, output.stride(), output.dtype, output.device
         key = (call.recipe, constants, shapes, layout, call.settings)
         there = (call.recipe, place)
-        if not (self._proven.get(key, True) and self._proven.get(there, True)):
-            return False
-        if key in self._proven and there in self._proven:
-            return True
+        known = [self._proven.get(each) for each in (key, there)]
+        if None not in known or False in known:
+            return all(known)
         try:
             again = call.run([peek(saved) for saved in inputs])
         except torch.OutOfMemoryError:
             return False  # another time there may be memory for it
         same = _same_bits(again, output)
-        if same or key in self._proven:
-            self._proven[there] = same
         self._proven.setdefault(key, same)
+        if self._proven[key]:  # else the kernel may be why, and not the place
+            self._proven[there] = same
         if not same:
             _LOG.info(
                 "%s of shape %s and type %s cannot be rebuilt to the bit here; it is kept or "
