@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import logging
 import math
@@ -44,6 +45,8 @@ from ebbtide.weights.model_weights import ADAM_STATES, WeightBytes
 
 _AGAIN: Final = "again"
 """The way of a layer that is recomputed."""
+
+_MOST_NEEDS: Final = 2**14  # of layers in their ways, that are remembered between plans
 
 
 def _ways(plan: Plan, *, again: bool | None = None) -> list[Hashable]:
@@ -117,6 +120,8 @@ class Corrections:
         self._saved = [*saved, [], *reversed(saved)]
         self._measured: list[dict[Hashable, int]] = [{} for _ in self._gradients]
         self._staying: dict[int, int] = {}  # by position, if all that is saved stays
+        # A search predicts thousands of plans, whose layers run in few ways.
+        self._at = functools.lru_cache(_MOST_NEEDS)(self._find_needed_bytes)
 
     def learn(
         self, watch: PassWatch, plan: Plan, predicted: Prediction, owed_bytes: int = 0
@@ -130,6 +135,7 @@ class Corrections:
             owed_bytes: what the step had not yet of all that was predicted to be there throughout.
         """
         peaks, more, ways = predicted.peak_by_position, self.more_bytes(plan), _ways(plan)
+        self._at.cache_clear()
         # Under one bound, how much has been brought back by the time of a peak is chance, too.
         is_sure = self._awaits_copies and (plan.windows or not plan.max_inflight_bytes)
         least_bytes = -sys.maxsize if is_sure else 0
@@ -153,6 +159,7 @@ class Corrections:
         Returns:
             How many bytes these gradients have.
         """
+        self._at.cache_clear()
         none_rest = [False] * len(profile.layers)
         coming = dataclasses.replace(profile, keeps_gradients=False).coming_gradients(none_rest)
         came_bytes = [*[0] * (len(coming) + 1), *itertools.accumulate(reversed(coming))]
@@ -170,7 +177,7 @@ class Corrections:
         """
         return [self._at(position, way) for position, way in enumerate(_ways(plan, again=again))]
 
-    def _at(self, position: int, way: Hashable) -> int:
+    def _find_needed_bytes(self, position: int, way: Hashable) -> int:
         known = self._measured[position]
         if way in known:
             return known[way]

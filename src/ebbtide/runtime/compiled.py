@@ -37,18 +37,6 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def let_compiled_code_take(kind: type[torch.Tensor]) -> None:
-    """Have compiled code take tensors of a class as plain ones, as it takes parameters.
-
-    torch 2.13 puts a mode around the first run of what was compiled, which refuses classes that it
-    does not know, also those without a `__torch_dispatch__`.
-    """
-    wrappers: Any = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
-    known = getattr(wrappers, "HANDLED_TYPES", (kind,))
-    if kind not in known:
-        wrappers.HANDLED_TYPES = (*known, kind)
-
-
 def skip_in_compiler(function: Callable[..., Any], *, with_callees: bool = True) -> None:
     """Tell the compiler to run a function as it is where a compiled module calls it.
 

@@ -870,10 +870,10 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: Tensor) -> Saved:
         """Pack a tensor that autograd saves inside the layer. This is the pack hook."""
         hooks = self._hooks
-        if tensor.device != hooks.device:
-            pass  # what the layer computes elsewhere stays there, as in any layer
-        elif type(tensor) in hooks.plain_types:
-            slot = self._find_slot(address_of(tensor))
+        if type(tensor) in hooks.plain_types:
+            # What the layer computes on another device stays there, as in any layer.
+            is_here = tensor.device == hooks.device
+            slot = self._find_slot(address_of(tensor)) if is_here else None
             if slot is not None and not self._is_written_weight(tensor, slot):
                 return self._pack_recorded(tensor, slot)
         elif hooks.consists_of_others(tensor):

@@ -211,6 +211,18 @@ def is_written_down() -> bool:
     )
 
 
+def let_compiled_code_take(kind: type[torch.Tensor]) -> None:
+    """Have compiled code take tensors of a class as plain ones, as it takes parameters.
+
+    torch 2.13 puts a mode around the first run of what was compiled, which refuses classes that it
+    does not know, also those without a `__torch_dispatch__`.
+    """
+    wrappers: Any = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
+    known = getattr(wrappers, "HANDLED_TYPES", (kind,))
+    if kind not in known:
+        wrappers.HANDLED_TYPES = (*known, kind)
+
+
 def compiler_looks() -> bool:
     """Whether `torch.compile` looks at what code will run with, on the calling thread."""
     return TracingContext.try_get() is not None
@@ -494,12 +506,11 @@ def find_data_parallel(model: nn.Module) -> DistributedDataParallel | None:
     """
     if num_processes() == 1:
         return None
-    known = set(map(id, model.parameters()))
-    inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-    for each in (DistributedDataParallel._active_ddp_module, *inside):
-        if each is not None and not known.isdisjoint(map(id, each._module_parameters)):
-            return each
-    return None
+    around, modules = DistributedDataParallel._active_ddp_module, model.modules()
+    wrappers = [each for each in (around, *modules) if isinstance(each, DistributedDataParallel)]
+    own = set(map(id, model.parameters())) if wrappers else ()
+    knows = (each for each in wrappers if any(id(p) in own for p in each._module_parameters))
+    return next(knows, None)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:

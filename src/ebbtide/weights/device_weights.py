@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
-from ebbtide.runtime.compiled import let_compiled_code_take
 from ebbtide.runtime.handles import AbstractProbed, Deaths, Saved, empty_tensors, is_of_checkpoint
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
@@ -31,6 +30,7 @@ from ebbtide.runtime.torch_internals import (
     current_graph_task,
     current_node,
     in_backward,
+    let_compiled_code_take,
     outside_modes,
     top_hooks,
 )
