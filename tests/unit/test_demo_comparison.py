@@ -113,7 +113,7 @@ def run_until_it_has_a_process(out: Path, then: Callable[[int], None]) -> None:
 
     def wait_for_it() -> None:
         while not (children := multiprocessing.active_children()):
-            time.sleep(0.01)
+            time.sleep(0)  # as soon as it can be, while the pool is still starting
         then(children[0].pid or 0)
 
     threading.Thread(target=wait_for_it, daemon=True).start()

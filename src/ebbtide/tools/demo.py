@@ -278,13 +278,18 @@ def _run_mode(config: DemoConfig, mode: str) -> tuple[Result, RunRecord]:
     """
     # A forked child would inherit the parent's memory, and a state of torch in which the parent's
     # threads seem to run but do not exist.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(train_mode, config, mode).result()
-        except BaseException:
-            for process in multiprocessing.active_children():
-                process.kill()  # the pool would wait for what it is at
-            raise
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    try:
+        outcome = pool.submit(train_mode, config, mode).result()
+    except BaseException:
+        # Shutting the pool down would wait for what the process is at, and raise another error if
+        # Ctrl+C came while the pool was starting.
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+        raise
+    pool.shutdown()
+    return outcome
 
 
 def run_demo(config: DemoConfig, progress: Console) -> bool:
