@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks import record
 from ebbtide.errors import BudgetError
-from ebbtide.planning.hardware import Hardware
+from ebbtide.planning import Hardware
 from ebbtide.tools.fake_profile import Batch, FakeStep, Loss
 from ebbtide.tools.models import Task, read_model
 from ebbtide.tools.plan_tables import Study

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.planning.hardware import Hardware
+from ebbtide.planning import Hardware
 from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.tools.demo import ENVIRONMENT
 from ebbtide.tools.plan_tables import run_plan

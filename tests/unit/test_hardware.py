@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide import PolicyError
+from ebbtide.devices.hardware import FIGURES, document
 from ebbtide.planning import Hardware
-from ebbtide.planning.hardware import FIGURES, document
 
 ALL = Hardware.names()
 GB, TERA = 10**9, 10**12

@@ -21,7 +21,7 @@ PACKAGE = Path(ebbtide.__file__).parent
 # Each room may import its own floor and the floors below it (design, section 3). "__init__" is what
 # `import ebbtide` gives.
 FLOORS = [
-    {"version", "errors", "units", "policy"},
+    {"version", "errors", "units", "documents", "policy"},
     {"devices", "schedule"},
     {"stores"},
     {"runtime"},

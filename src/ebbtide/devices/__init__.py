@@ -1,4 +1,4 @@
-"""Streams, events and copies: of an accelerator, of a CPU, and simulated."""
+"""Accelerators, a CPU and simulated devices: streams, events and copies; a machine's figures."""
 
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice

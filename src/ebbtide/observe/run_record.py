@@ -13,12 +13,12 @@ from typing import Any, Final, final
 
 import torch
 
+from ebbtide.documents import read_as
 from ebbtide.errors import PolicyError
 from ebbtide.observe.explain import Finding
 from ebbtide.observe.inspection import Inspection
 from ebbtide.observe.memory import StepMemory
 from ebbtide.observe.trace import Trace, chrome_document, write_chrome
-from ebbtide.planning.documents import read_as
 from ebbtide.runtime.events import LANES, Owner, TraceEvent
 from ebbtide.runtime.stats import StepStats
 from ebbtide.units import count

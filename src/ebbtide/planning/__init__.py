@@ -1,8 +1,8 @@
 """From the record of a step to a plan within a budget, and the budget that follows it."""
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.planning.contest import keep_all, offload_first, rule_plans
 from ebbtide.planning.follow import place
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import (

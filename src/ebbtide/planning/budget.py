@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.devices.process import watch_optimizers
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import trace_of
 from ebbtide.planning.budget_study import SURE, BudgetStudy, Phase
 from ebbtide.planning.follow import place
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.profile import StepAhead, StepProfile

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, final
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import BudgetError
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.contest import offload_or_rebuild, with_weights
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost
 from ebbtide.planning.prediction import (

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
-from ebbtide.planning.hardware import Hardware
+from ebbtide.devices.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import (
     PlanBudget,

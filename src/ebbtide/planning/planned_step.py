@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from ebbtide.planning.documents import read_as, read_document
-from ebbtide.planning.hardware import Hardware
+from ebbtide.devices.hardware import Hardware
+from ebbtide.documents import read_as, read_document
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import CautiousTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile

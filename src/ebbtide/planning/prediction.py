@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
+from ebbtide.devices.hardware import Hardware
+from ebbtide.documents import check_number
 from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import check_number
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
 from ebbtide.runtime.handles import Decision

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
+from ebbtide.documents import check_number
 from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import check_number
 from ebbtide.policy import DEFAULT_MIN_BYTES
 
 

@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple, final
 from torch import Tensor, nn
 
 from ebbtide.devices.device import Layer
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import PolicyError
 from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.observe.trace import Trace
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.prediction import StepTiming, StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId

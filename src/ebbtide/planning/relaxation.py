@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
-from ebbtide.planning.hardware import Hardware
+from ebbtide.devices.hardware import Hardware
 from ebbtide.planning.prediction import PlanBudget, StorageUses
 from ebbtide.planning.profile import LayerProfile, StepProfile
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import BudgetError
 from ebbtide.planning.contest import (
     BY_PASS,
@@ -26,7 +27,6 @@ from ebbtide.planning.contest import (
     rule_plans,
     spare,
 )
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction import PlanBudget, Predictor
 from ebbtide.planning.profile import StepProfile

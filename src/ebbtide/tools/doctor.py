@@ -27,8 +27,8 @@ from rich.console import RenderableType
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import EbbtideError, PolicyError
-from ebbtide.planning.hardware import Hardware
 from ebbtide.stores import measured_memory as freed_memory
 from ebbtide.stores.build import build_store
 from ebbtide.stores.disk_file import OpenFile, default_directory

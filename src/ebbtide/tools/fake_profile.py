@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import PolicyError
 from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.planning.contest import rule_plans
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (

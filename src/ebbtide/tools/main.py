@@ -152,7 +152,7 @@ def doctor(
         device (DEVICE): What to examine: auto, cpu, cuda, cuda:1, xpu ...
         store (STORE): Where files of activations would go: auto or disk:/some/dir.
     """
-    from ebbtide.planning.hardware import document
+    from ebbtide.devices.hardware import document
     from ebbtide.tools.doctor import FULL_S, QUICK_S, advise, build_report, examine
     from ebbtide.tools.machine import find_directory, parse_device
 

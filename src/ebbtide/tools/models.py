@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import PolicyError
-from ebbtide.planning.hardware import Hardware
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import parse_budget_bytes
 

@@ -14,9 +14,9 @@ from typing import Any, Final, final
 
 from rich.console import RenderableType
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.contest import inflight_choices, rule_plans
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction

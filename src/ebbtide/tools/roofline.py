@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import PolicyError
-from ebbtide.planning.hardware import Hardware
 from ebbtide.runtime.torch_internals import tree_leaves
 
 # [Note: roofline] An operator takes as long as its arithmetic at the machine's rate for that kind

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
+from ebbtide.documents import check_number, read_as, read_document
 from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import check_number, read_as, read_document
 
 FORMAT: Final = "ebbtide-hardware"
 VERSION: Final = 2
