@@ -317,7 +317,7 @@ def test_a_long_step_is_planned_in_about_the_time_that_it_may_take() -> None:
 
     counting = Counting()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ebbtide.planning.contest.time.monotonic", lambda: now_s[0])
+        patch.setattr("ebbtide.planning.contest.time.thread_time", lambda: now_s[0])
         plan = search(profile, link, budget, counting, limit_s=6.0)
         assert plan.peak_bytes is not None and plan.peak_bytes <= budget.device_bytes
     assert counting.num_predictions <= 16

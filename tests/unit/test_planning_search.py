@@ -375,6 +375,27 @@ def test_the_weights_of_a_module_rest_in_one_place() -> None:
         assert resting[6] == resting[7]
 
 
+def test_blocks_rest_before_a_large_head_that_computes_less_for_each_byte() -> None:
+    """Two of eight blocks make room; the head alone would, too, and takes five times the copies."""
+    profile, hardware = weighty("abcdefgh"), make_link(100)
+    block = profile.layers[0]
+    head = dataclasses.replace(
+        block,
+        name="head",
+        weight_bytes=5 * block.weight_bytes,
+        gradient_bytes=5 * block.gradient_bytes,
+        optimizer_bytes=5 * block.optimizer_bytes,
+        host_update_s=5 * block.host_update_s,
+    )
+    layers = (*profile.layers, head)
+    profile = dataclasses.replace(profile, layers=layers)
+    timing = StepTiming(profile, hardware)
+    budget = PlanBudget(device_bytes=timing.predict(keep_all(profile)).peak_bytes - 100 * MB)
+    plan = search(profile, hardware, budget, timing, weights=True)
+    assert 0 < len(on_host(plan)) < 4
+    assert 8 not in on_host(plan)
+
+
 def with_weights(profile: StepProfile, update_s: float, sizes: Sequence[int]) -> StepProfile:
     """A step whose layers have weights, with states of these sizes in 9 MB."""
     layers = (

@@ -269,7 +269,8 @@ _SAME_STATE: Final = 0.02
 """By which share an optimizer's state may be other than expected, as it counts its steps, too."""
 
 _QUICK_S: Final = 2.0
-"""Seconds that a search may take: more found nothing better for GPTs of 20 layers."""
+"""Seconds of processor time that a search may take: more found nothing better for GPTs of 20
+layers."""
 
 
 class Phase(enum.Enum):

@@ -258,7 +258,8 @@ class Contest:
         predictor: predicts plans.
         budget: what plans may use.
         resting: whose weights rest on the host; empty: nobody's.
-        limit_s: seconds after which no more plans should be predicted; None: there is no hurry.
+        limit_s: seconds of this thread's processor time after which no more plans should be
+            predicted, so that a busy machine finds the same plans; None: there is no hurry.
 
     Attributes:
         profile: as given.
@@ -288,7 +289,7 @@ class Contest:
         self.bounds = inflight_choices(profile)
         if _may_have_windows(profile, hardware) and not any(self.resting):
             self.bounds = (*self.bounds, BY_PASS)
-        self._ends_s = None if limit_s is None else time.monotonic() + limit_s
+        self._ends_s = None if limit_s is None else time.thread_time() + limit_s
         self.best: Contestant | None = None
         self.predictor = predictor
         self._known: dict[tuple[object, ...], Contestant] = {}
@@ -326,7 +327,7 @@ class Contest:
     @property
     def left_s(self) -> float | None:
         """Seconds that are left for predictions; None: there is no hurry."""
-        return None if self._ends_s is None else max(0.0, self._ends_s - time.monotonic())
+        return None if self._ends_s is None else max(0.0, self._ends_s - time.thread_time())
 
     @property
     def is_late(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -92,43 +92,56 @@ def everywhere(profile: StepProfile) -> Resting:
 
 
 def resting_choices(profile: StepProfile, least_bytes: float) -> Iterator[Resting]:
-    """Yield what to try: those first that have the fewest bytes on the host.
+    """Yield what to try: those first that have the fewest modules on the host.
 
-    Modules are spread evenly over the step, so that the copies of one's weights have the time in
-    which others compute.
+    Of modules that are equally large, as the blocks of a list are, those are the cheapest to have
+    there that compute longest for each byte. First only so many of the cheapest take part as are
+    needed, and then all. Modules are spread evenly over the step, so that the copies of one's
+    weights have the time in which others compute.
 
     Args:
         profile: the step.
         least_bytes: bytes of weights, gradients and optimizer state that must rest there.
     """
-    fewest = 0
-    counts = len(profile.weight_owners())
-    while fewest < counts and _bytes(profile, _spread(profile, fewest)) < least_bytes:
-        fewest += 1
+    modules = list(profile.weight_owners().values())
+    alike: dict[int, list[int]] = {}
+    for layers in modules:
+        alike.setdefault(_bytes(profile, layers), []).extend(layers)
+    cheapest: set[int] = set()
+    for layers in sorted(
+        alike.values(), key=lambda each: _busy_byte_s(profile, each), reverse=True
+    ):
+        if not cheapest or _bytes(profile, cheapest) < least_bytes:
+            cheapest.update(layers)
     tried = {nowhere(profile), everywhere(profile)}
-    for more in _MORE:
-        chosen = _spread(profile, min(counts, fewest + more))
-        if chosen not in tried:
-            tried.add(chosen)
-            yield chosen
+    for taking_part in ([each for each in modules if each[0] in cheapest], modules):
+        count, fewest = len(taking_part), 0
+        while fewest < count and _bytes(profile, _spread(taking_part, fewest)) < least_bytes:
+            fewest += 1
+        for more in _MORE:
+            chosen = set(_spread(taking_part, min(count, fewest + more)))
+            resting = tuple(index in chosen for index in range(len(profile.layers)))
+            if resting not in tried:
+                tried.add(resting)
+                yield resting
 
 
-def _spread(profile: StepProfile, count: int) -> Resting:
-    """Return that the weights of some modules rest on the host, spread evenly over the step."""
-    owners = list(profile.weight_owners().values())
-    # Owner n is chosen if n / len(owners) times the count passes the next whole number with it.
-    chosen = {
-        index
-        for number, layers in enumerate(owners)
-        if (number + 1) * count // len(owners) > number * count // len(owners)
-        for index in layers
-    }
-    return tuple(index in chosen for index in range(len(profile.layers)))
+def _spread(modules: Sequence[list[int]], count: int) -> Iterator[int]:
+    """Yield the layers of so many of the modules, spread evenly over them."""
+    for number, layers in enumerate(modules):
+        # Module n is chosen if n / len(modules) times the count passes the next whole number.
+        if (number + 1) * count // len(modules) > number * count // len(modules):
+            yield from layers
 
 
-def _bytes(profile: StepProfile, resting: Sequence[bool]) -> int:
-    layers = zip(profile.layers, resting, strict=True)
-    return sum(layer.parameter_bytes for layer, rests in layers if rests)
+def _busy_byte_s(profile: StepProfile, indices: Iterable[int]) -> float:
+    layers = [profile.layers[index] for index in indices]
+    busy_s = sum(each.forward_s + each.backward_s for each in layers)
+    return busy_s / sum(each.parameter_bytes for each in layers)
+
+
+def _bytes(profile: StepProfile, indices: Iterable[int]) -> int:
+    return sum(profile.layers[index].parameter_bytes for index in indices)
 
 
 # ---- A linear programme that bounds every plan within a budget, and guides the search ----

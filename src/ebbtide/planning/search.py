@@ -120,8 +120,9 @@ def search(
         budget: the memory that the plan may use.
         predictor: predicts plans.
         weights: whether weights may rest on the host if that is faster, or if nothing else fits.
-        limit_s: about how long the search may take. What is found by then is taken, and if the
-            programme takes longer, the plans made by hand. None: as long as it takes.
+        limit_s: about how many seconds of processor time the search may take. What is found by then
+            is taken, and if the programme takes longer, the plans made by hand. None: as long as
+            it takes.
 
     Returns:
         The plan, with its prediction and the bound.
@@ -130,10 +131,10 @@ def search(
         BudgetError: no plan was found within the budget.
         PolicyError: the profile or the budget is wrong.
     """
-    begin_s = time.monotonic()
+    begin_s = time.thread_time()
 
     def contest_of(resting: Resting) -> Contest:
-        left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.monotonic())
+        left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.thread_time())
         return Contest(profile, hardware, predictor, budget, resting, limit_s=left_s)
 
     places = [nowhere(profile), everywhere(profile)] if weights else [nowhere(profile)]
