@@ -326,6 +326,25 @@ def test_evaluation_is_left_alone() -> None:
         assert handle.plan == before
 
 
+def test_an_evaluation_that_needs_more_than_the_budget_changes_no_plan(
+    memory: LiveMemory, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Nothing of it can leave, so that training would only become slower."""
+    model, batch = Model(), torch.randn(16 * BATCH, WIDTH)
+    budget = memory.now_bytes() + 2 * plain_peak_bytes(memory)
+    handle = settle(model, budget, memory)
+    before = handle.plan
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch)
+        assert memory.peak_bytes() > budget
+        train(model, 1)
+    assert before is not None and handle.plan is not None
+    assert handle.plan.plan.layers == before.plan.layers and handle.plan.settled
+    assert not [str(each.message) for each in recwarn if "over-budget" in str(each.message)]
+    handle.detach()
+
+
 def test_several_forwards_in_a_step_stay_within_the_budget(memory: LiveMemory) -> None:
     """The graphs of two forwards are alive at once; one plan serves both."""
     model, batch = Model(), torch.randn(BATCH, WIDTH)

@@ -306,13 +306,18 @@ class BudgetController:
             return  # other code computes the forward again
         with self._lock:
             model = self._model()
+            saves = model is not None and _needs_gradients(model, args, kwargs)
             if self._engine.is_in_step():
-                saves = model is not None and _needs_gradients(model, args, kwargs)
                 self._num_forwards += saves
                 return
+            running = self._running
+            if not saves and running is not None and self._num_optimized == running.num_optimized:
+                return  # an evaluation before the optimizer steps, which belongs to the step
             self._learn()
-            if model is None or not _needs_gradients(model, args, kwargs):
+            if model is None or not saves:
                 return  # autograd saves nothing
+            if running is None and self._memory.peak_bytes() > self._budget_bytes:
+                self._memory.reset_peak()  # no step had that, but an evaluation
             if self._engine.torch_device != self._device:
                 self._begin_on(self._engine.torch_device)
             self._begin(Kind.of(model, self._layers, args, kwargs), args, kwargs)
@@ -786,6 +791,8 @@ def _most_weight_bytes(model: nn.Module, device: torch.device) -> int:
 
 def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a parameter is trained, or a gradient of an argument is wanted."""
+    if not torch.is_grad_enabled():
+        return False
     if any(parameter.requires_grad for parameter in model.parameters()):
         return True
     return any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))

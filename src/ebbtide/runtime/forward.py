@@ -67,13 +67,14 @@ class OffloadedForward(ForwardReplacement):
         forward: the callable to wrap.
         engine: the parts of the offload.
         tracker: numbers the layers; None for a callable without layers.
-        prepare: is called before each forward that autograd records; None if nothing is planned.
+        prepare: is called before each forward that autograd records, and each without grad mode;
+            None if nothing is planned.
         replaced: the module's own attribute ``forward`` before this object; None if it had none.
 
     Attributes:
         here: the forwards that run on the calling thread.
         prepare: as given.
-        was_prepared: whether it has been called.
+        was_prepared: whether it has been called in grad mode.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
         kept: the wrapped forward as long as its module is not known to own this object; None if the
             module owns it. See [Note: what a model owns].
@@ -196,9 +197,10 @@ class OffloadedForward(ForwardReplacement):
             elif not self._active:
                 return None, stack.pop_all()
             hooks = self._engine.hooks() if hooks_are_wanted(self) else None
-            prepare = None if call is None or hooks is None else self.prepare
+            is_evaluated = not torch.is_grad_enabled()
+            prepare = self.prepare if hooks is not None or is_evaluated else None
             if call is not None and prepare is not None and not self._others_run():
-                self.was_prepared = True
+                self.was_prepared |= not is_evaluated
                 prepare(*call)  # first: it may place weights elsewhere
             weights = self._engine.weights
             if weights is not None and weights.begin_forward():
