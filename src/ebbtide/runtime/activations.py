@@ -896,9 +896,12 @@ class PassWindows(NamedTuple):
         self._begin_between(0, activations)
 
     def begin_forward_of(self, layer: int, activations: Activations) -> None:
-        """Begin the forward of a layer's call; a model may make more calls than the plan has."""
-        if layer < len(self.forward):
-            _begin_forward(self.forward[layer], activations)
+        """Begin the forward of a layer's call; a model may make more calls than the plan has.
+
+        Nothing was left for what these have in flight.
+        """
+        known = layer < len(self.forward)
+        _begin_forward(self.forward[layer] if known else Window(0, 0), activations)
 
     def end_forward_of(self, layer: int, activations: Activations) -> None:
         """Begin what comes after it."""
