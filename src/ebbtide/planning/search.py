@@ -91,14 +91,11 @@ def anneal(contest: Contest) -> None:
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
 _FEWEST_GUIDES: Final = 3  # but no fewer programmes than this
-_LINK_SHARE: Final = 0.98  # of the link's bandwidth, that rounded plans are to use
-_PART_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget,
-_PART_IF_LONGER: Final = 50  # and no more than this one for steps that are not short
+_PART_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
 _SAME: Final = 1e-9  # difference of two steps that rounding of numbers may cause
-_SHORT: Final = 64  # layers of steps that are short
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
 _SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
@@ -300,8 +297,8 @@ def _enter_guided(contest: Contest, bound_s: float) -> None:
 
 def _ordered_bounds(contest: Contest) -> list[int]:
     """Return the bounds on bytes in flight: the largest that takes little of the budget first."""
-    part = _PART_IN_FLIGHT if len(contest.profile.layers) <= _SHORT else _PART_IF_LONGER
-    little_bytes = (contest.budget.device_bytes - contest.profile.fixed_bytes) / part
+    room_bytes = contest.budget.device_bytes - contest.profile.fixed_bytes
+    little_bytes = room_bytes / _PART_IN_FLIGHT
     bounds = sorted(contest.bounds, key=lambda each: (each > little_bytes, -each))
     return sorted(bounds, key=lambda each: each != BY_PASS)
 
@@ -309,9 +306,7 @@ def _ordered_bounds(contest: Contest) -> list[int]:
 def _guide(
     contest: Contest, inflight_bytes: int, over_bytes: int, over_below_bytes: int
 ) -> Relaxation | None:
-    """Solve the programme with less memory than there is, and a slower link.
-
-    A plan copies storages as a whole, so it cannot use all of the link's time without waits.
+    """Solve the programme with less memory than there is.
 
     Args:
         contest: has the budget.
@@ -325,17 +320,9 @@ def _guide(
     host_bytes = contest.budget.host_bytes
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - over_below_bytes)
-    hardware = contest.hardware
-    share = _LINK_SHARE if len(contest.profile.layers) > _SHORT else 1.0
-    slower = dataclasses.replace(
-        hardware,
-        d2h_bytes_per_s=share * hardware.d2h_bytes_per_s,
-        h2d_bytes_per_s=share * hardware.h2d_bytes_per_s,
-        duplex_bytes_per_s=share * hardware.duplex_bytes_per_s,
-    )
     return relax(
         contest.profile,
-        slower,
+        contest.hardware,
         PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes),
         None if inflight_bytes == BY_PASS else inflight_bytes,
         resting=contest.resting,
