@@ -11,8 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import ebbtide
 import softdevice
 from ebbtide import ActivationPolicy
-from ebbtide.planning import CautiousTiming, Hardware, PlanBudget, PlannedStep, rule_plans, search
-from ebbtide.planning.search import find_frugal
+from ebbtide.planning import (
+    CautiousTiming,
+    Hardware,
+    PlanBudget,
+    PlannedStep,
+    find_frugal,
+    rule_plans,
+    search,
+)
 from ebbtide.stores import DeviceMemory
 from gpu_bench import assert_at_rest
 from plan_cases import fake_profile

@@ -12,6 +12,7 @@ import torch
 from ebbtide import Trace, TraceEvent
 from ebbtide.devices import Layer, SimulatedDevice
 from ebbtide.errors import BudgetError
+from ebbtide.observe.passes import PassWatch
 from ebbtide.planning import (
     CautiousTiming,
     Decision,
@@ -25,7 +26,7 @@ from ebbtide.planning import (
     rule_plans,
 )
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase
-from ebbtide.planning.recorded import PassWatch, copied_bytes, measured_profile
+from ebbtide.planning.recorded import copied_bytes, measured_profile
 from ebbtide.runtime.stats import Account, Owner
 from ebbtide.stores import AbstractMemory
 from plan_cases import MB, make_layer, make_link, make_profile

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle
+from ebbtide.observe.passes import RecordedCall
 from ebbtide.planning import (
     Decision,
     Hardware,
@@ -23,7 +24,7 @@ from ebbtide.planning import (
     StorageId,
     place,
 )
-from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
+from ebbtide.planning.recorded import profile_recorded_step
 from plan_cases import fake_profile
 from test_planning_profiling_bytes import CASES
 

@@ -23,6 +23,7 @@ from ebbtide.planning import (
     StepTiming,
     StorageId,
     StorageUses,
+    find_frugal,
     keep_all,
     offload_first,
     open_windows,
@@ -30,7 +31,6 @@ from ebbtide.planning import (
     search,
 )
 from ebbtide.planning.relaxation import relax, resting_choices
-from ebbtide.planning.search import find_frugal
 from plan_cases import (
     MB,
     all_plans,

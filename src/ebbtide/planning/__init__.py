@@ -14,7 +14,7 @@ from ebbtide.planning.prediction import (
     open_windows,
 )
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepAhead, StepProfile, StorageId
-from ebbtide.planning.search import search
+from ebbtide.planning.search import find_frugal, search
 from ebbtide.runtime.handles import Decision
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "StepTiming",
     "StorageId",
     "StorageUses",
+    "find_frugal",
     "keep_all",
     "offload_first",
     "open_windows",

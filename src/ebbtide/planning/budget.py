@@ -18,6 +18,7 @@ from ebbtide.devices.hardware import Hardware
 from ebbtide.devices.process import watch_optimizers
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
+from ebbtide.observe.passes import PassWatch
 from ebbtide.observe.recording import trace_of
 from ebbtide.planning.budget_study import SURE, BudgetStudy, Phase
 from ebbtide.planning.follow import place
@@ -25,7 +26,6 @@ from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.profile import StepAhead, StepProfile
 from ebbtide.planning.recorded import (
-    PassWatch,
     profile_recorded_step,
     with_copied_bytes,
     with_weight_bytes,

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, final
 
 from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import BudgetError
+from ebbtide.observe.passes import PassWatch
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.contest import offload_or_rebuild, with_weights
 from ebbtide.planning.plan import LayerMode, Plan
@@ -32,7 +33,6 @@ from ebbtide.planning.prediction import (
 )
 from ebbtide.planning.profile import StepAhead, StepProfile
 from ebbtide.planning.recorded import (
-    PassWatch,
     measured_hardware,
     measured_profile,
     with_weight_bytes,

@@ -27,12 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.devices.hardware import Hardware
 from ebbtide.errors import PolicyError
 from ebbtide.observe.inspection import InspectedStorage
+from ebbtide.observe.passes import Positions, RecordedCall
 from ebbtide.planning.contest import rule_plans
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (
-    Positions,
-    RecordedCall,
     profile_recorded_step,
     with_weight_bytes,
 )
