@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,31 @@ def test_a_part_that_is_called_alone_is_warned_of() -> None:
             check(model, model.net)
         assert handle.plan is None
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("budget", [None, "90%"])
+def test_a_model_of_which_only_methods_are_called_is_warned_of(budget: str | None) -> None:
+    """Nothing that is called has hooks, so that nothing is offloaded, and no budget is kept."""
+
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(32, 32)
+
+        def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.net.weight).exp()
+
+    flow, called = Flow(), Flow()
+    called.forward = called.log_prob  # type: ignore[method-assign]
+    for model, num_said in ((flow, 1), (called, 0)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as said, ebbtide.offload(model, budget=budget):
+            warnings.simplefilter("always")
+            for _ in range(3):
+                compute = model.log_prob if num_said else model
+                compute(torch.randn(64, 32)).sum().backward()
+                optimizer.step()
+        assert len([each for each in said if "model-not-called" in f"{each.message}"]) == num_said
 
 
 def test_an_interrupted_forward_leaves_nothing_behind() -> None:

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ebbtide.devices.process import call_weakly
+from ebbtide.devices.process import call_weakly, watch_optimizers
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.runtime.compiled import (
     CompiledCall,
@@ -102,6 +102,31 @@ class OffloadedForward(ForwardReplacement):
         self.prepare = prepare
         self.was_prepared = False
         self._has_warned = False
+        self._num_unseen = 0  # steps of the model's optimizers of whose forwards nothing was seen
+        self._end_watch = None if tracker is None else watch_optimizers(after=self._note_optimized)
+
+    def _note_optimized(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Warn if training never calls what is hooked, such as a model that is all methods.
+
+        One step alone may only make the optimizer's state.
+        """
+        engine, owner = self._engine, self._owner
+        is_seen = engine.num_steps or engine.is_in_step()
+        wants_any = self.prepare is not None or engine.placement.wants_any
+        if self._active and owner is not None and wants_any and not is_seen:
+            stepped = {each for group in optimizer.param_groups for each in group["params"]}
+            self._num_unseen += not stepped.isdisjoint(owner.parameters())
+            if self._num_unseen < 2:
+                return
+            warn_user(
+                "model-not-called",
+                "an optimizer has stepped this model twice, and no call of the model or of a layer "
+                "has saved anything for backward: nothing is offloaded, and no budget is followed. "
+                "Put what computes the loss into the forward of a module, and offload that",
+                UserWarning,
+            )
+        if self._end_watch is not None:
+            self._end_watch()
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
