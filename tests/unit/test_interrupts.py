@@ -266,6 +266,27 @@ def test_no_other_error_hides_an_interrupt_of_the_begin_of_a_forward() -> None:
         check_nothing_is_left(model, handle, wait)
 
 
+def test_no_other_error_hides_an_interrupt_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step cuts the store to size. Of a norm, several tensors are copied later."""
+    x = torch.randn(8, 16)
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+    expected = gradients(model, x)
+    give_back = PinnedStore._give_back
+
+    def interrupt(store: PinnedStore, slab: Any) -> None:
+        monkeypatch.undo()
+        give_back(store, slab)
+        raise Interrupt
+
+    with any_store("simulated") as wait, ebbtide.offload(model, **SETTINGS["offload"]) as handle:
+        gradients(model, x)
+        monkeypatch.setattr(PinnedStore, "_give_back", interrupt)
+        with pytest.raises(Interrupt):
+            step(model, x)
+        assert all(map(torch.equal, gradients(model, x), expected))
+        check_nothing_is_left(model, handle, wait)
+
+
 def test_gradients_after_an_interrupt_are_in_the_file_of_the_weights(tmp_path: Path) -> None:
     """The step that is interrupted is the first, so that all gradients come after it."""
     num_files = []

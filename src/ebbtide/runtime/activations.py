@@ -471,10 +471,12 @@ class Activations:
     def begin_copies(self, unwritten: Unwritten) -> None:
         """Begin the copies that waited for the operator that saved last. It must have returned.
 
+        After an interrupt, none begins: the store may be half changed.
+
         Raises:
             StoreFullError: the store has no room. What has no copy stays on the device.
         """
-        while unwritten:
+        while unwritten and not self.transfers.is_broken:
             # A transform of `torch.func` that runs where a layer ends would refuse the copy.
             with self._gate, outside_modes():
                 _, record, begin = unwritten.pop()
