@@ -150,7 +150,7 @@ def offload(
     elif policy is None:
         none = ActivationPolicy(num_layers=0, rebuild=False)
         policy = ActivationPolicy() if weights is None or schedule is not None else none
-    home = _find_home(device)
+    home = parse_device(device)
     _give_way_to(model)
     refuse_second_offload(model)
     if next(model.parameters(), None) is None:
@@ -294,16 +294,6 @@ def wrap_forward_with_offload(
     wrapped.handle = OffloadHandle(engine, (), undo, forward=known, owner=wrapped)
     _LOG.info("wrap_forward_with_offload: %r; activations: %s", wrapped.handle, policy)
     return wrapped
-
-
-def _find_home(device: torch.device | str | None) -> torch.device | None:
-    """Return the device to train on, with its index; None: the one that the model is on."""
-    home = parse_device(device)
-    if home is not None and home.index is None and home.type not in ("cpu", "meta"):
-        known = torch.accelerator.current_accelerator(check_available=True)
-        if known is not None and known.type == home.type:
-            return torch.device(home.type, torch.accelerator.current_device_index())
-    return home
 
 
 def _plans_by_default(model: nn.Module, home: torch.device | None) -> bool:

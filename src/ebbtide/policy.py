@@ -251,17 +251,24 @@ def check_layers(layers: object) -> None:
 
 
 def parse_device(device: Any) -> torch.device | None:
-    """Return a device given as text or as a `torch.device`; None means None.
+    """Return a device given as text or as a `torch.device`, with its index; None means None.
+
+    The device that computes has an index, as its tensors have.
 
     Raises:
         PolicyError: there is no such device.
     """
-    if device is None or isinstance(device, torch.device):
-        return device
+    if device is None:
+        return None
     try:
-        return torch.device(device)
+        given = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         refuse("device", "a torch.device", device, 'such as "cuda", "cuda:1" or "cpu"')
+    if given.index is None and given.type not in ("cpu", "meta"):
+        known = torch.accelerator.current_accelerator(check_available=True)
+        if known is not None and known.type == given.type:
+            return torch.device(given.type, torch.accelerator.current_device_index())
+    return given
 
 
 def parse_number(

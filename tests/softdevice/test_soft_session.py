@@ -50,3 +50,25 @@ def test_a_forward_that_skips_layers_is_over_with_its_backward(device: torch.dev
                 assert (one is None) == (other is None), order
                 assert one is None or other is None or torch.equal(one, other), order
         session.close()
+
+
+def test_a_device_without_an_index_is_the_current_one(device: torch.device) -> None:
+    everything = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
+    layer = nn.Linear(WIDTH, WIDTH).to(device)
+    x = torch.randn(16, WIDTH).to(device)
+    session = ebbtide.OffloadSession(
+        num_layers=1, model_layers=2, device=device.type, activations=everything
+    )
+    output = x
+    for _ in range(2):
+        with session.layer():
+            output = layer(output)
+        output = session.sync(output)
+    output.sum().backward()
+    assert session.stats.offloaded_bytes > 0
+    session.close()
+    wrapped = ebbtide.wrap_forward_with_offload(
+        lambda x: x.sin().sin(), device=device.type, activations=everything
+    )
+    wrapped(x.requires_grad_()).sum().backward()
+    assert wrapped.handle.stats.offloaded_bytes > 0
