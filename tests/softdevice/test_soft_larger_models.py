@@ -196,6 +196,47 @@ def test_weights_for_which_there_is_room_come_back(
         assert handle.plan.plan.has_weights_on_host is (foreach is None)
 
 
+def adversaries() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return FNO(modes=8, depth=4), FNO(modes=8, depth=4)
+
+
+def compete(one: nn.Module, other: nn.Module, device: torch.device) -> Iterator[tuple[Tensor, int]]:
+    """Yield the loss of each step of two models, as of a GAN, and the most memory that it used."""
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (one, other)]
+    memory, noise, real = DeviceMemory(device), field().to(device), field().mT.to(device)
+    for _ in range(STEPS):
+        memory.reset_peak()
+        fake = one(noise)
+        optimizers[1].zero_grad()
+        loss = other(fake.detach()).square().mean() - other(real).mean()
+        loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        other(fake).square().mean().backward()
+        optimizers[0].step()
+        yield loss.detach().cpu(), memory.peak_bytes()
+
+
+def test_each_of_two_models_counts_what_the_training_of_the_other_brings(
+    device: torch.device,
+) -> None:
+    """One alone has room on the device, with its gradients and states; both have not."""
+    plain = [each.to(device) for each in adversaries()]
+    expected = [loss for loss, _ in compete(*plain, device)]
+    room_bytes = 7 * sum(each.nbytes for each in plain[0].parameters())
+    del plain
+    gc.collect()
+    torch.accelerator.empty_cache()
+    budget = torch.accelerator.memory_allocated() + room_bytes
+    models = adversaries()
+    given: dict[str, Any] = {"budget": budget, "device": device, "activations": SMALL}
+    with ebbtide.offload(models[0], **given), ebbtide.offload(models[1], **given):
+        for number, (loss, peak_bytes) in enumerate(compete(*models, device)):
+            assert torch.equal(loss, expected[number]), f"step {number}"
+            assert peak_bytes <= budget, f"step {number}"
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_masters_rest_within_a_budget(overlaps: bool, device: torch.device) -> None:
     """Two thirds of the weights: half of the bytes come, the optimizer has all digits."""

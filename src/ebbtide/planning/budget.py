@@ -37,7 +37,7 @@ from ebbtide.runtime.torch_internals import in_backward, tree_flatten, tree_leav
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size, parse_budget_bytes
 from ebbtide.weights.hooks import parameters_of
-from ebbtide.weights.model_weights import ModelWeights
+from ebbtide.weights.model_weights import ADAM_STATES, ModelWeights
 
 # ---- Tells steps apart that need plans of their own, and remembers the plans of a few of them ----
 #
@@ -173,6 +173,11 @@ _LOG = logging.getLogger(__name__)
 # and none has stepped, an Adam is expected: two states of each trained weight, and as much again in
 # its step where all are on the device. When it has stepped, its state is known.
 
+# [Note: several models] Budgets of models on one device bound the same memory. Each plan counts
+# what is there, and the gradients and the state of an Adam of the others whose training has begun
+# and whose optimizers have not stepped yet. When a model comes, all others count that may be
+# trained: its weights rest if not all have room. Where no plan fits, those of the others rest.
+
 # [Note: what counts] A budget is of what tensors use at once. Torch also caches what was freed, and
 # returns that by itself where the device has no more. It is not returned here, and makes no plan
 # smaller: to return it before passes that need room waits for the device, and all pages are mapped
@@ -183,6 +188,7 @@ _SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
+_CONTROLLERS: Final = weakref.WeakSet["BudgetController"]()  # see [Note: several models]
 
 
 class _Running(NamedTuple):
@@ -274,9 +280,13 @@ class BudgetController:
         self._memory = memory or memory_of(engine.torch_device)
         self._loosen: Callable[[], object] = lambda: None
         self._begin_on(engine.torch_device)
+        self._has_begun = False  # whether the model has been trained
+        _CONTROLLERS.add(self)
         if weights is not None:
             # What is in use has the weights of a model that is on the device already.
-            needed_bytes = self._memory.now_bytes() + _most_weight_bytes(model, self._device)
+            others_bytes = self._others_bytes(begun=False)
+            most_bytes = _most_weight_bytes(model, self._device)
+            needed_bytes = self._memory.now_bytes() + most_bytes + others_bytes
             if needed_bytes > self._budget_bytes:
                 self._rest_all()
             if not self._resting:
@@ -342,7 +352,38 @@ class BudgetController:
         self._studies.clear()
         self._running = None
 
+    def _others(self) -> list[BudgetController]:
+        """Return the budgets of other models on the device. See [Note: several models]."""
+        alive = tuple(_CONTROLLERS)
+        return [each for each in alive if each is not self and each._device == self._device]
+
+    def _others_bytes(self, *, begun: bool = True) -> int:
+        """Return what other models' training is still to bring. See [Note: several models].
+
+        Args:
+            begun: whether only those count that have been trained.
+        """
+        return sum(
+            each._trained_bytes(self._device) * (ADAM_STATES + (not each._have_gradients()))
+            for each in self._others()
+            if not each._num_optimized and each._has_begun >= begun
+        )
+
+    def _rest_others(self) -> bool:
+        """Let the weights of other models rest that no graph reads; return whether any does now."""
+        rested = False
+        for each in self._others():
+            transfers = each._engine.transfers
+            if transfers.live or transfers.running or not each._lock.acquire(blocking=False):
+                continue
+            try:
+                rested |= each._rest_all()
+            finally:
+                each._lock.release()
+        return rested
+
     def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._has_begun = True
         found = self._studies.find(kind)
         self._num_forwards = 1
         self._last = None if found is None else found[1]
@@ -372,7 +413,14 @@ class BudgetController:
                 self._studies.add(kind, rested)
                 self._follow(kind, kind, rested)
                 return
-            goes_on = self._has_fitted or self._budget is None
+            if self._rest_others():
+                self._placing = self._last = None
+                self._studies.clear()  # they know a fuller device
+                self._record(kind, args, kwargs)
+                return
+            goes_on = self._budget is None or any(
+                each._has_fitted for each in (self, *self._others())
+            )
             if not goes_on or not isinstance(error, BudgetError):
                 raise
             _LOG.info("no plan fits, so the one that needs least is followed: %s", error)
@@ -405,6 +453,7 @@ class BudgetController:
             if self._device.type != "cpu":
                 self._finish_copies()
             self._note_weights(study)
+            study.others_bytes = self._others_bytes()
         plan = study.choose(self._memory.now_bytes()) if measures else study.plan
         followed = self._followed
         self._followed = (study, plan.layers, plan.max_inflight_bytes, plan.windows)
@@ -626,11 +675,13 @@ class BudgetController:
         if was_full:
             study.learn_full_store()
         elif study.has_all_passes(watch):
-            # Its seconds say little of others, unless it is far over the budget anyway.
-            if watch.peak_bytes > SURE * self._budget_bytes:
-                study.learn(trace_of(self._engine), step_s, watch.peak_bytes, watch)
-            elif self._device.type != "cpu" or self._num_forwards > 1:
+            # Its seconds say little of others, unless another such step would be over the budget.
+            is_over = watch.peak_bytes > SURE * self._budget_bytes
+            if not is_over and (self._device.type != "cpu" or self._num_forwards > 1):
                 study.learn_memory(watch)
+                is_over = self._device.type != "cpu" and not study.is_to_be_timed
+            if is_over:
+                study.learn(trace_of(self._engine), step_s, watch.peak_bytes, watch)
         return study
 
     def _study(self, profile: StepProfile, begin_bytes: int, num_forwards: int) -> BudgetStudy:
@@ -648,14 +699,16 @@ class BudgetController:
             profile = with_weight_bytes(profile, sizes, self._hardware)
             profile = dataclasses.replace(profile, keeps_gradients=weights.have_gradients())
         resting_bytes = sum(each.parameter_bytes for each in profile.layers)
+        others_bytes = self._others_bytes()
         study = BudgetStudy(
             profile,
             self._hardware,
             self._budget_bytes,
-            begin_bytes,
+            begin_bytes + others_bytes,
             host_bytes=self._engine.transfers.store.room_bytes + resting_bytes,
             num_forwards=num_forwards,
         )
+        study.others_bytes = others_bytes
         self._placing = self._placing or (study if study.places_weights else None)
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)

@@ -328,6 +328,7 @@ class BudgetStudy:
         weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
             near the budget is tried.
         expects_state: whether an optimizer is expected to step that has not yet.
+        others_bytes: what the training of other models is still to bring to the device.
         phase: how far the planning is.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
@@ -363,7 +364,7 @@ class BudgetStudy:
         rests = everywhere(profile)
         self.places_weights = any(rests)
         self.weights_can_leave = self._has_memory = self._had_gradients = False
-        self.expects_state = False
+        self.expects_state, self.others_bytes = False, 0
         self._recorded = with_weights(offload_or_rebuild(profile), rests)
         self._now = _Followed(self._recorded)
         self._predict_now()
@@ -463,7 +464,7 @@ class BudgetStudy:
     def _without_weights(self, begin_bytes: int) -> int:
         """Return what is in use beside the weights that the profile has, and will be."""
         own_bytes = self._there_bytes + self._buffer_bytes
-        return max(0, begin_bytes - own_bytes) + self._expected_bytes
+        return max(0, begin_bytes - own_bytes) + self._expected_bytes + self.others_bytes
 
     def _planned_weight_bytes(self) -> int:
         """Return what the weights on the device need in the end, and all that belongs to them."""
@@ -513,7 +514,8 @@ class BudgetStudy:
         # Gradients that several steps add up are missing in the first of these.
         planned_bytes = self._planned_weight_bytes()
         coming = self.profile.coming_gradients([each.weights_on_host for each in self.plan.layers])
-        owed_bytes = planned_bytes - sum(coming) - self._there_bytes + self._expected_bytes
+        owed_bytes = planned_bytes - sum(coming) - self._there_bytes
+        owed_bytes += self._expected_bytes + self.others_bytes
         self._corrections.learn(watch, self.plan, self._predict_measured(), owed_bytes)
         if not watch.has_update:
             return
