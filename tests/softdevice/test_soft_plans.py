@@ -195,11 +195,16 @@ class Residual(nn.Module):
         return x + self.inside(x)
 
 
-@pytest.mark.parametrize(("share", "retains"), [(0.3, False), (0.5, True)])
-def test_no_step_is_over_a_tight_budget(share: float, retains: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("share", "retains", "num_forwards"), [(0.3, False, 1), (0.5, True, 1), (0.16, False, 4)]
+)
+def test_no_step_is_over_a_tight_budget(
+    share: float, retains: bool, num_forwards: int, device: torch.device
+) -> None:
     """Not the first with the optimizer's state, nor those of plans whose layers have not run so.
 
-    What a graph that is retained keeps is there until the end of backward.
+    What a graph that is retained keeps is there until the end of backward. Of the forwards of a
+    rollout, one at a time has what it saves on the device.
     """
     torch.manual_seed(0)
     blocks = [Residual(24) for _ in range(6)]
@@ -213,7 +218,10 @@ def test_no_step_is_over_a_tight_budget(share: float, retains: bool, device: tor
     def peak_of_step() -> int:
         memory.reset_peak()
         optimizer.zero_grad()
-        model(image).square().mean().backward(retain_graph=retains)
+        state = image
+        for _ in range(num_forwards):
+            state = state + model(state).mean(1, keepdim=True)
+        state.square().mean().backward(retain_graph=retains)
         optimizer.step()
         return memory.peak_bytes()
 
@@ -228,7 +236,9 @@ def test_no_step_is_over_a_tight_budget(share: float, retains: bool, device: tor
         plan = handle.plan
     assert max(peaks) <= budget_bytes
     assert plan is not None and plan.settled and plan.plan.peak_bytes is not None
-    assert peaks[-1] <= plan.plan.peak_bytes  # less, where copies are seen to end early
+    assert (
+        peaks[-1] <= plan.plan.peak_bytes <= budget_bytes
+    )  # less, if copies are seen to end early
 
 
 class Block(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -527,3 +528,14 @@ def test_two_forwards_need_no_more_than_is_counted_for_both(
     both = StepTiming(profile.with_forwards(2), make_link(10.0)).predict(plan)
     apart = StepTiming(_one_after_the_other(profile), make_link(10.0)).predict(twice)
     assert apart.peak_bytes <= both.peak_bytes
+    assert StepTiming(profile, make_link(10.0), num_forwards=2).predict(plan) == apart._replace(
+        peak_by_position=_most(apart.peak_by_position)
+    )
+
+
+def _most(peaks: Sequence[int]) -> tuple[int, ...]:
+    """The larger peak of each pass of two forwards that come one after the other."""
+    count = len(peaks) // 4
+    there, loss, back = peaks[: 2 * count], peaks[2 * count], peaks[2 * count + 1 :]
+    halves = [[*map(max, each[:count], each[count:])] for each in (there, back)]
+    return (*halves[0], loss, *halves[1])

@@ -776,22 +776,12 @@ class BudgetStudy:
 
     def _timing(self, num_forwards: int | None = None) -> CautiousTiming:
         """Return what predicts plans of a step, with what their layers were measured to need."""
-        count = num_forwards or self.num_forwards
-        profile, more = self._begun().with_forwards(count), self._corrections.more_bytes
-        if count == 1:
-            return CautiousTiming(profile, self._hardware, more=more)
-
-        loss_bytes: dict[tuple[int, ...], int] = {}  # by what is known of the ways to run
-
-        def more_bytes(plan: Plan) -> list[int]:
-            found = more(plan)
-            known = (*more(plan, again=False), *more(plan, again=True))
-            if known not in loss_bytes:
-                loss_bytes[known] = self._corrected(plan).loss_working_bytes
-            found[len(plan.layers)] = loss_bytes[known] - profile.loss_working_bytes
-            return found
-
-        return CautiousTiming(profile, self._hardware, more=more_bytes)
+        return CautiousTiming(
+            self._begun(),
+            self._hardware,
+            more=self._corrections.more_bytes,
+            num_forwards=num_forwards or self.num_forwards,
+        )
 
     def _predict(self) -> Prediction:
         return self._timing().predict(self.plan)

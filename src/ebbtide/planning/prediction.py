@@ -7,6 +7,7 @@ what is slower than measured, and the windows that a plan has room for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections import deque
@@ -352,6 +353,8 @@ class StepTiming:
         awaits_copies: whether all copies are awaited at each begin of a pass, as in a step whose
             memory is measured.
         more: what was measured beyond the profile; None: nothing.
+        num_forwards: how many forwards follow a plan before a backward. They run one after the
+            other, and of those that share a position the fullest counts.
 
     Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
     a host that runs ahead and so sees copies complete late, copies of the step before that are
@@ -366,11 +369,13 @@ class StepTiming:
         *,
         awaits_copies: bool = False,
         more: MoreBytes | None = None,
+        num_forwards: int = 1,
     ) -> None:
-        self._profile = profile
+        self._profile = profile = profile.one_after_the_other(num_forwards)
         self._hardware = hardware
         self._more = more
         self._awaits_copies = awaits_copies
+        self._num_forwards = num_forwards
         self._uses = StorageUses(profile)
 
     def predict(self, plan: Plan) -> Prediction:
@@ -379,14 +384,31 @@ class StepTiming:
         Raises:
             PolicyError: the plan is not one for this profile.
         """
-        run = _Run(self._profile, self._hardware, self._uses, plan, self._awaits_copies)
+        layers, windows = plan.layers * self._num_forwards, self._of_all(plan.windows)
+        every = dataclasses.replace(plan, layers=layers, windows=windows)
+        run = _Run(self._profile, self._hardware, self._uses, every, self._awaits_copies)
         if self._more is not None:
-            run.more_bytes = list(self._more(plan))
+            run.more_bytes = list(self._of_all(self._more(plan)))
         run.forward()
         if self._more is not None and not self._hardware.computes_on_host:
             run.count_what_stays()
         run.backward()
-        return run.prediction()
+        found = run.prediction()
+        return found._replace(peak_by_position=self._of_one(found.peak_by_position))
+
+    def _of_all(self, by_position: Sequence[int]) -> tuple[int, ...]:
+        """Return what the positions of one forward have for those of all forwards."""
+        every, half = tuple(by_position), len(by_position) // 2
+        there, loss, back = every[:half], every[half : half + 1], every[half + 1 :]
+        return there * self._num_forwards + loss + back * self._num_forwards
+
+    def _of_one(self, by_position: Sequence[int]) -> tuple[int, ...]:
+        """Return the most that the positions of all forwards have for those of one."""
+        half = len(by_position) // 2
+        num = half // self._num_forwards
+        there, back = by_position[:half], by_position[half + 1 :]
+        most = [[max(each[index::num]) for index in range(num)] for each in (there, back)]
+        return (*most[0], by_position[half], *most[1])
 
 
 @final
@@ -794,6 +816,7 @@ class CautiousTiming:
         hardware: the link, as it was measured.
         slower: how many times slower copies may be on a CPU.
         more: what was measured beyond the profile; None: nothing.
+        num_forwards: how many forwards follow a plan before a backward.
     """
 
     def __init__(
@@ -802,16 +825,18 @@ class CautiousTiming:
         hardware: Hardware,
         slower: float = _SLOWER,
         more: MoreBytes | None = None,
+        num_forwards: int = 1,
     ) -> None:
-        self._timing = StepTiming(profile, hardware, more=more)
+        timing = functools.partial(StepTiming, profile, more=more, num_forwards=num_forwards)
+        self._timing = timing(hardware)
         self._slow = None
         self._runs_ahead = not hardware.computes_on_host
         if self._runs_ahead:
             late = _slowed(hardware, down=_LATE, up=1 / _LATE)
-            self._slow = StepTiming(profile, late, more=more)
+            self._slow = timing(late)
         elif slower > 1:
             slowed = _slowed(hardware, down=slower, up=slower)
-            self._slow = StepTiming(profile, slowed, more=more)
+            self._slow = timing(slowed)
 
     def predict(self, plan: Plan) -> Prediction:
         """Return what a step under a plan costs.

@@ -7,10 +7,12 @@ working memory. A layer's input counts as there during the layer's own forward, 
 the working memory.
 
 [Note: several forwards] A step may run several forwards of a model before a backward, such as those
-of two views of a batch that are compared. They follow one plan. It is made for a step in which each
-layer runs once, and saves as much and takes as long as in all forwards together. While the last
-forward runs, and the first backward, all that the others have kept is there beside what a pass
-needs. So the loss, when all is there that is kept, counts with the need of the hungriest pass.
+of two views of a batch that are compared. They follow one plan, which is predicted as it runs: one
+forward after the other, and their backwards in the reverse order. The search for it is guided by a
+step in which each layer runs once, and saves as much and takes as long as in all forwards together.
+While the last forward runs, and the first backward, all that the others have kept is there beside
+what a pass needs. So its loss, when all is there that is kept, counts with the need of the
+hungriest pass.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from ebbtide.documents import check_number
 from ebbtide.errors import PolicyError
@@ -232,6 +234,35 @@ class StepProfile:
             needs_bytes.append(layer.input_bytes + pass_bytes)
         layers = tuple(_repeated(each, count) for each in self.layers)
         return dataclasses.replace(self, layers=layers, loss_working_bytes=max(needs_bytes))
+
+    def one_after_the_other(self, count: int) -> StepProfile:
+        """Return the step with so many forwards as one with so many times as many layers."""
+        if count == 1:
+            return self
+        own: dict[str, Any] = dict.fromkeys(
+            ("weight_bytes", "gradient_bytes", "optimizer_bytes"), 0
+        )
+        layers, num = list(self.layers), len(self.layers)
+        for first in range(num, count * num, num):  # a layer's weights are those of the first call
+
+            def moved(name: StorageId, first: int = first) -> StorageId:
+                return StorageId(first + name.layer, name.number)
+
+            for layer in self.layers:
+                storages = tuple(
+                    dataclasses.replace(
+                        each,
+                        same_as=each.same_as and moved(each.same_as),
+                        sources=tuple(map(moved, each.sources)),
+                    )
+                    for each in layer.storages
+                )
+                source = layer.input_same_as and moved(layer.input_same_as)
+                again = dataclasses.replace(
+                    layer, storages=storages, input_same_as=source, host_update_s=0.0, **own
+                )
+                layers.append(again)
+        return dataclasses.replace(self, layers=tuple(layers))
 
     def storage(self, name: StorageId) -> SavedStorage:
         """Return a storage by its name."""
