@@ -251,6 +251,35 @@ class Block(nn.Module):
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
+def test_no_step_of_a_partly_frozen_model_is_over_its_budget(device: torch.device) -> None:
+    """Its first layers have no backward, and the first step tells all that there is to know."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(8)])
+    model[:4].requires_grad_(False)
+    batch, memory = torch.randn(512, 64).to(device), DeviceMemory(device)
+    peaks = []
+
+    def train(steps: int) -> None:
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+        for _ in range(steps):
+            memory.reset_peak()
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            peaks.append(memory.peak_bytes())
+
+    model.to(device)
+    idle_bytes = memory.now_bytes()
+    train(2)
+    budget_bytes = idle_bytes + (max(peaks) - idle_bytes) * 4 // 10
+    model.zero_grad()
+    peaks.clear()
+    policy = ActivationPolicy(min_bytes=16 * 1024)
+    with ebbtide.offload(model, budget=budget_bytes, activations=policy):
+        train(6)
+    assert max(peaks) <= budget_bytes
+
+
 @pytest.mark.filterwarnings("ignore:.*over-budget")
 def test_a_step_with_a_replaced_layer_is_recorded_anew(device: torch.device) -> None:
     """Hooks of the new one are missing: what it saves is work between the others."""

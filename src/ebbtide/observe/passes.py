@@ -279,15 +279,6 @@ class PassWatch:
         """Note that the step has ended."""
         self._enter(*self._pass)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the forward and the backward of all layers were measured."""
-        assert self._positions is not None, "the profile is not known yet"
-        calls = range(len(self._positions.calls))
-        return all(
-            Pass(what, call) in self._peaks for what in ("forward", "backward") for call in calls
-        )
-
     def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
         if self._records_calls:
             tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]

@@ -472,12 +472,12 @@ class BudgetStudy:
         return sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
 
     def has_all_passes(self, watch: PassWatch) -> bool:
-        """Whether a step had all passes of the profile, or the same ones as the step before.
+        """Whether a step had all passes of the one before; the first has all that there are.
 
         A layer has no backward if nothing in it is trained, or its output is not used.
         """
         seen, self._seen = self._seen, frozenset(watch.peaks)
-        return watch.is_whole or seen == self._seen
+        return seen <= self._seen
 
     def refuse(self, names: Set[str]) -> None:
         """Recompute no layer of these names any more: it would not do the same again."""
