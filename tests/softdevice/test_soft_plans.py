@@ -241,6 +241,34 @@ def test_no_step_is_over_a_tight_budget(
     )  # less, if copies are seen to end early
 
 
+def test_a_step_without_autocast_is_within_the_budget_where_weights_rest(
+    device: torch.device,
+) -> None:
+    """It is no step of the kind of those with autocast, which need less."""
+    torch.manual_seed(0)
+    layers = ((nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+    model = nn.Sequential(*(nn.Sequential(*each) for each in layers)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(512, 64).to(device)
+    memory = DeviceMemory(device)
+
+    def peak_of_step(casts: bool) -> int:
+        memory.reset_peak()
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return memory.peak_bytes()
+
+    budget_bytes = int(0.7 * peak_of_step(casts=False))
+    policy = ActivationPolicy(min_bytes=1024)
+    weights = ebbtide.WeightPolicy()
+    with ebbtide.offload(model, budget=budget_bytes, activations=policy, weights=weights):
+        peaks = [peak_of_step(casts=number != 5) for number in range(7)]
+    assert max(peaks) <= budget_bytes
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

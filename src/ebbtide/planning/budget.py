@@ -77,6 +77,7 @@ class Kind(NamedTuple):
         layers: Iterable[Callable[[], nn.Module | None]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        device: torch.device,
     ) -> Kind:
         """Return the kind of a forward.
 
@@ -85,14 +86,15 @@ class Kind(NamedTuple):
             layers: weak references to its layers, of which the program may have replaced some.
             args: the positional arguments of the forward.
             kwargs: its keyword arguments.
+            device: where the model computes, which weights that rest do not tell.
         """
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         modes = {module: module.training for module in model.modules()}
         own = hash((*modes.values(), *(known() in modes for known in layers)))
         trained = hash(tuple(each.requires_grad for each in model.parameters()))
-        device = next(model.parameters()).device.type
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        casts = torch.is_autocast_enabled(device.type)
+        autocast = casts and torch.get_autocast_dtype(device.type)
         kinds = tuple(map(_describe, leaves))
         return cls(
             (kinds, str(structure), own, trained, autocast),
@@ -330,7 +332,8 @@ class BudgetController:
                 self._memory.reset_peak()  # no step had that, but an evaluation
             if self._engine.torch_device != self._device:
                 self._begin_on(self._engine.torch_device)
-            self._begin(Kind.of(model, self._layers, args, kwargs), args, kwargs)
+            kind = Kind.of(model, self._layers, args, kwargs, self._device)
+            self._begin(kind, args, kwargs)
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
