@@ -39,6 +39,7 @@ from ebbtide.runtime.layers import (
     find_layers,
     match_layers,
 )
+from ebbtide.runtime.parameter_index import home_of
 from ebbtide.schedule import Schedule
 from ebbtide.units import parse_budget_bytes
 from ebbtide.version import TESTED_TORCH
@@ -302,7 +303,7 @@ def _plans_by_default(model: nn.Module, home: torch.device | None) -> bool:
     What fits there is best left where it is. On a CPU, whose memory the model shares with the
     program and others, all that can go to disk goes.
     """
-    device = next(model.parameters()).device if home is None else home
+    device = home_of(next(model.parameters())) if home is None else home
     is_accelerator = device.type not in ("cpu", "meta")
     return is_accelerator and hasattr(torch.get_device_module(device), "mem_get_info")
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
@@ -124,6 +126,26 @@ def test_a_model_that_is_wrapped_on_the_host_is_not_moved(device: torch.device) 
     wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     with pytest.raises(PolicyError):
         ebbtide.offload(wrapped, device=device, budget="90%")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("budget", ["90%", None])
+def test_a_budget_leaves_shards_on_the_host_where_fsdp2_keeps_them(
+    device: torch.device, budget: str | None
+) -> None:
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+    model = nn.Sequential(*blocks).to(device)
+    mesh = init_device_mesh(device.type, (1,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    x = torch.randn(ROWS, WIDTH).to(device)
+    with ebbtide.offload(model, budget=budget) as handle:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        assert handle.plan is not None
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.device == parameter.grad.device == torch.device("cpu")
 
 
 @pytest.mark.usefixtures("group")

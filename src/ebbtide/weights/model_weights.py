@@ -24,7 +24,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.layers import LayerModules, match_layers
-from ebbtide.runtime.parameter_index import find_sharded_parameters
+from ebbtide.runtime.parameter_index import find_sharded_parameters, home_of
 from ebbtide.runtime.torch_internals import (
     exchange_tensors,
     find_data_parallel,
@@ -307,7 +307,7 @@ def move(
     moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is None or parameter in but or parameter.device == device:
+            if parameter is None or parameter in but or home_of(parameter) == device:
                 continue
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(device)
