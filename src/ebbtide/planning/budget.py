@@ -337,6 +337,7 @@ class BudgetController:
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
+        _CONTROLLERS.discard(self)
         self._running = self._engine.transfers.account.passes = None
         self._loosen()
         self._engine.follow(None, None)
