@@ -190,7 +190,7 @@ _SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
-_CONTROLLERS: Final = weakref.WeakSet["BudgetController"]()  # see [Note: several models]
+_CONTROLLERS: Final = weakref.WeakValueDictionary[int, "BudgetController"]()  # by identity
 
 
 class _Running(NamedTuple):
@@ -282,8 +282,8 @@ class BudgetController:
         self._memory = memory or memory_of(engine.torch_device)
         self._loosen: Callable[[], object] = lambda: None
         self._begin_on(engine.torch_device)
-        self._has_begun = False  # whether the model has been trained
-        _CONTROLLERS.add(self)
+        self._thread: int | None = None  # that has trained the model last
+        _CONTROLLERS[id(self)] = self
         if weights is not None:
             # What is in use has the weights of a model that is on the device already.
             others_bytes = self._others_bytes(begun=False)
@@ -337,7 +337,7 @@ class BudgetController:
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
-        _CONTROLLERS.discard(self)
+        _CONTROLLERS.pop(id(self), None)
         self._running = self._engine.transfers.account.passes = None
         self._loosen()
         self._engine.follow(None, None)
@@ -358,8 +358,9 @@ class BudgetController:
 
     def _others(self) -> list[BudgetController]:
         """Return the budgets of other models on the device. See [Note: several models]."""
-        alive = tuple(_CONTROLLERS)
-        return [each for each in alive if each is not self and each._device == self._device]
+        alive = (known() for known in _CONTROLLERS.valuerefs())  # other threads may add some
+        others = (each for each in alive if each is not None and each is not self)
+        return [each for each in others if each._device == self._device]
 
     def _others_bytes(self, *, begun: bool = True) -> int:
         """Return what other models' training is still to bring. See [Note: several models].
@@ -370,24 +371,21 @@ class BudgetController:
         return sum(
             each._trained_bytes(self._device) * (ADAM_STATES + (not each._have_gradients()))
             for each in self._others()
-            if not each._num_optimized and each._has_begun >= begun
+            if not each._num_optimized and (each._thread is not None or not begun)
         )
 
     def _rest_others(self) -> bool:
-        """Let the weights of other models rest that no graph reads; return whether any does now."""
+        """Let the weights of other models rest that nothing reads; return whether any does now."""
         rested = False
         for each in self._others():
             transfers = each._engine.transfers
-            if transfers.live or transfers.running or not each._lock.acquire(blocking=False):
-                continue
-            try:
+            is_used = transfers.live or transfers.running  # or by another thread, perhaps
+            if each._thread in (None, threading.get_ident()) and not is_used:
                 rested |= each._rest_all()
-            finally:
-                each._lock.release()
         return rested
 
     def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._has_begun = True
+        self._thread = threading.get_ident()
         found = self._studies.find(kind)
         self._num_forwards = 1
         self._last = None if found is None else found[1]
