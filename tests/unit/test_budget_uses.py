@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -82,12 +83,17 @@ def test_a_model_of_which_only_methods_are_called_is_warned_of(budget: str | Non
 
     flow, called = Flow(), Flow()
     called.forward = called.log_prob  # type: ignore[method-assign]
-    for model, num_said in ((flow, 1), (called, 0)):
+    again = copy.deepcopy(called)
+    cases = (
+        (flow, flow.log_prob, 1),
+        (called, called, 0),
+        (again, functools.partial(checkpoint, again, use_reentrant=False), 0),
+    )
+    for model, compute, num_said in cases:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as said, ebbtide.offload(model, budget=budget):
             warnings.simplefilter("always")
             for _ in range(3):
-                compute = model.log_prob if num_said else model
                 compute(torch.randn(64, 32)).sum().backward()
                 optimizer.step()
         assert len([each for each in said if "model-not-called" in f"{each.message}"]) == num_said

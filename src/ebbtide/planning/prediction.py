@@ -384,17 +384,22 @@ class StepTiming:
         Raises:
             PolicyError: the plan is not one for this profile.
         """
-        layers, windows = plan.layers * self._num_forwards, self._of_all(plan.windows)
-        every = dataclasses.replace(plan, layers=layers, windows=windows)
+        every = plan
+        if self._num_forwards > 1:
+            layers, windows = plan.layers * self._num_forwards, self._of_all(plan.windows)
+            every = dataclasses.replace(plan, layers=layers, windows=windows)
         run = _Run(self._profile, self._hardware, self._uses, every, self._awaits_copies)
         if self._more is not None:
-            run.more_bytes = list(self._of_all(self._more(plan)))
+            more = self._more(plan)
+            run.more_bytes = list(self._of_all(more) if self._num_forwards > 1 else more)
         run.forward()
         if self._more is not None and not self._hardware.computes_on_host:
             run.count_what_stays()
         run.backward()
         found = run.prediction()
-        return found._replace(peak_by_position=self._of_one(found.peak_by_position))
+        if self._num_forwards > 1:
+            found = found._replace(peak_by_position=self._of_one(found.peak_by_position))
+        return found
 
     def _of_all(self, by_position: Sequence[int]) -> tuple[int, ...]:
         """Return what the positions of one forward have for those of all forwards."""

@@ -105,7 +105,7 @@ class OffloadedForward(ForwardReplacement):
         self._num_unseen = 0  # steps of the model's optimizers of whose forwards nothing was seen
         self._end_watch = None if tracker is None else watch_optimizers(after=self._note_optimized)
 
-    def _note_optimized(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _note_optimized(self, *_: Any) -> None:
         """Warn if training never calls what is hooked, such as a model that is all methods.
 
         One step alone may only make the optimizer's state.
@@ -114,8 +114,7 @@ class OffloadedForward(ForwardReplacement):
         is_seen = engine.num_steps or engine.is_in_step()
         wants_any = self.prepare is not None or engine.placement.wants_any
         if self._active and owner is not None and wants_any and not is_seen:
-            stepped = {each for group in optimizer.param_groups for each in group["params"]}
-            self._num_unseen += not stepped.isdisjoint(owner.parameters())
+            self._num_unseen += any(each.grad is not None for each in owner.parameters())
             if self._num_unseen < 2:
                 return
             warn_user(
@@ -223,6 +222,8 @@ class OffloadedForward(ForwardReplacement):
                 return None, stack.pop_all()
             hooks = self._engine.hooks() if hooks_are_wanted(self) else None
             is_evaluated = not torch.is_grad_enabled()
+            if hooks is None and not is_evaluated and self._end_watch is not None:
+                self._end_watch()  # other code, such as a checkpoint, decides what is saved
             prepare = self.prepare if hooks is not None or is_evaluated else None
             if call is not None and prepare is not None and not self._others_run():
                 self.was_prepared |= not is_evaluated
