@@ -237,6 +237,27 @@ def test_each_of_two_models_counts_what_the_training_of_the_other_brings(
             assert peak_bytes <= budget, f"step {number}"
 
 
+def test_plans_of_others_are_made_anew_where_a_model_has_made_room(device: torch.device) -> None:
+    """The weights of the first of three come to rest after the others have been recorded."""
+    x, memory = torch.randn(256, 64).to(device), DeviceMemory(device)
+    budget = memory.now_bytes() + 3 * 2**20
+    given: dict[str, Any] = {"budget": budget, "device": device, "activations": SMALL}
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(12)]
+    models = [nn.Sequential(*blocks[first::3]) for first in range(3)]
+    handles = [ebbtide.offload(model, **given) for model in models]
+    optimizers = [torch.optim.Adam(model.parameters(), 1e-3) for model in models]
+    for number in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            memory.reset_peak()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            # The first two are recorded beside the weights of the first model.
+            assert number < 2 or memory.peak_bytes() <= budget
+    for handle in handles:
+        handle.detach()
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_masters_rest_within_a_budget(overlaps: bool, device: torch.device) -> None:
     """Two thirds of the weights: half of the bytes come, the optimizer has all digits."""

@@ -384,6 +384,13 @@ class BudgetController:
                 rested |= each._rest_all()
         return rested
 
+    def _renew_others(self) -> None:
+        """Have other models of this thread recorded anew: their plans know a fuller device."""
+        for each in self._others():
+            if each._thread == threading.get_ident():
+                each._running = each._engine.transfers.account.passes = each._placing = None
+                each._studies.clear()
+
     def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._thread = threading.get_ident()
         found = self._studies.find(kind)
@@ -404,6 +411,7 @@ class BudgetController:
         except (BudgetError, torch.OutOfMemoryError) as error:
             were_there = not self._resting
             if self._rest_all():
+                self._renew_others()
                 _LOG.info("no plan fits beside the weights: all of them rest on the host now")
                 if not were_there:
                     self._last = None
@@ -416,8 +424,9 @@ class BudgetController:
                 self._follow(kind, kind, rested)
                 return
             if self._rest_others():
+                self._renew_others()
                 self._placing = self._last = None
-                self._studies.clear()  # they know a fuller device
+                self._studies.clear()
                 self._record(kind, args, kwargs)
                 return
             goes_on = self._budget is None or any(
