@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +190,26 @@ def test_a_plan_settles_in_four_steps(memory: LiveMemory, share: float) -> None:
             train(model, 1)
             num_steps += 1
             assert num_steps <= 6
+
+
+def test_the_first_step_on_a_cpu_waits_for_each_copy(
+    memory: LiveMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known yet, and the budget may have no room for what is in flight."""
+    write, peaks = os.pwrite, []
+    for seconds in (0, 0.02):
+
+        def write_slowly(*args: Any, seconds: float = seconds) -> int:
+            time.sleep(seconds)
+            return write(*args)
+
+        monkeypatch.setattr(os, "pwrite", write_slowly)
+        model, before = Model(), memory.now_bytes()
+        with ebbtide.offload(model, store="disk", budget=2**30, activations=SMALL):
+            memory.reset_peak()
+            peaks.append(train(model, 1, memory)[0] - before)
+        del model
+    assert peaks[0] == peaks[1]
 
 
 def test_training_under_a_budget_gives_the_same_bits(memory: LiveMemory) -> None:

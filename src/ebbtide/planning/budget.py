@@ -610,7 +610,8 @@ class BudgetController:
         leaves = tree_leaves((args, kwargs))
         held = [each for each in leaves if isinstance(each, torch.Tensor)]
         mark_not_offload(*held)  # the loop holds the batch, so that would save nothing
-        self._offload_all()
+        # A disk is slow, and of a first step on a CPU no seconds are learned.
+        self._offload_all(waits=self._device.type == "cpu")
         self._memory.return_cached()  # what others have left there is not this step's
         find = self._engine.activations.find
         watch = self._watch(None, find, held)
@@ -640,12 +641,15 @@ class BudgetController:
         self._engine.transfers.poll()  # which notes what has died
         return self._engine.transfers.live
 
-    def _offload_all(self) -> None:
-        """Offload all that can leave in the step that begins now."""
+    def _offload_all(self, *, waits: bool = False) -> None:
+        """Offload all that can leave in the step that begins now.
+
+        Args:
+            waits: whether each copy is waited for, so that least is there at once.
+        """
         nothing: frozenset[int] = frozenset()
-        bound_bytes = 0 if self._is_short else None
-        if bound_bytes is None and self._device.type != "cpu":
-            bound_bytes = min(INFLIGHT_BYTES, self._budget_bytes // _PART_IN_FLIGHT)
+        bound_bytes = min(INFLIGHT_BYTES, self._budget_bytes // _PART_IN_FLIGHT)
+        bound_bytes = 0 if waits or self._is_short else bound_bytes
         planned = PlannedLayers({}, nothing, nothing, rebuilds=True, keeps_if_full=True)
         self._engine.follow(planned, bound_bytes)
         self._engine.record_steps(traced=self._traced)
