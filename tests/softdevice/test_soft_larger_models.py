@@ -372,6 +372,23 @@ def test_weights_rest_after_the_first_step_if_nothing_fits_with_them(device: tor
     assert resting[1]
 
 
+def test_weights_rest_before_the_first_step_beside_what_came_after_the_model(
+    device: torch.device,
+) -> None:
+    """A model for averages was not there yet when the budget was given."""
+    expected = [loss for loss, _ in train(build(GPT).to(device), wide(32).to(device))]
+    model = build(GPT).to(device)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    budget_bytes = DeviceMemory(device).now_bytes() + int(4.2 * weight_bytes)
+    with ebbtide.offload(model, budget=budget_bytes, activations=SMALL):
+        assert {each.device.type for each in model.parameters()} == {device.type}
+        averages = build(GPT).to(device)
+        for number, (loss, peak_bytes) in enumerate(train(model, wide(32).to(device))):
+            assert torch.equal(loss, expected[number])
+            assert peak_bytes <= budget_bytes
+    del averages
+
+
 def test_a_plan_counts_the_copies_of_weights_that_recomputed_layers_keep(
     device: torch.device,
 ) -> None:

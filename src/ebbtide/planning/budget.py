@@ -163,12 +163,12 @@ class StudiesByKind:
 _LOG = logging.getLogger(__name__)
 
 # [Note: weights under a budget] If the parameters, their gradients and the step of an Adam, which
-# has two states and computes as much again, could need more than the budget, all weights rest on
-# the host from the beginning; otherwise, as soon as no plan fits with them on the device, or a
-# first step runs out of memory. A plan for a step with all weights at rest says which of them pay
-# to be on the device, with their gradients and their state; what was measured with all of them on
-# the device says what such a step needs. Plans of other kinds of steps take the weights as they
-# are. If none of theirs fits, all weights rest again, for good.
+# has two states and computes as much again, could need more than the budget beside all else, all
+# weights rest on the host before the first step; otherwise, as soon as no plan fits with them on
+# the device, or a first step runs out of memory. A plan for a step with all weights at rest says
+# which of them pay to be on the device, with their gradients and their state; what was measured
+# with all of them on the device says what such a step needs. Plans of other kinds of steps take
+# the weights as they are. If none of theirs fits, all weights rest again, for good.
 
 # [Note: an optimizer that has not stepped] Where gradients are added up over several forwards, the
 # first steps are measured, and planned, before an optimizer has made its state. If gradients stay
@@ -285,11 +285,7 @@ class BudgetController:
         self._thread: int | None = None  # that has trained the model last
         _CONTROLLERS[id(self)] = self
         if weights is not None:
-            # What is in use has the weights of a model that is on the device already.
-            others_bytes = self._others_bytes(begun=False)
-            most_bytes = _most_weight_bytes(model, self._device)
-            needed_bytes = self._memory.now_bytes() + most_bytes + others_bytes
-            if needed_bytes > self._budget_bytes:
+            if self._may_be_over(self._others_bytes(begun=False)):
                 self._rest_all()
             if not self._resting:
                 try:
@@ -356,6 +352,17 @@ class BudgetController:
         self._studies.clear()
         self._running = None
 
+    def _may_be_over(self, others_bytes: int) -> bool:
+        """Whether what is in use, and what training may bring, is more than the budget.
+
+        Args:
+            others_bytes: what the training of other models may bring.
+        """
+        # What is in use has the weights of a model that is on the device already.
+        model, used_bytes = self._model(), self._memory.now_bytes()
+        most_bytes = 0 if model is None else _most_weight_bytes(model, self._device)
+        return used_bytes + most_bytes + others_bytes > self._budget_bytes
+
     def _others(self) -> list[BudgetController]:
         """Return the budgets of other models on the device. See [Note: several models]."""
         alive = (known() for known in _CONTROLLERS.valuerefs())  # other threads may add some
@@ -392,12 +399,14 @@ class BudgetController:
                 each._studies.clear()
 
     def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._thread = threading.get_ident()
+        is_first, self._thread = self._thread is None, threading.get_ident()
         found = self._studies.find(kind)
         self._num_forwards = 1
         self._last = None if found is None else found[1]
         if found is None:
-            if self._is_short and self._rest_all():
+            # Since the model was offloaded, others may have come to the device.
+            comes_late = is_first and self._may_be_over(self._others_bytes())
+            if (self._is_short or comes_late) and self._rest_all():
                 self._is_short = False  # a step with all weights on the host needs less
             _LOG.info("a new kind of step is recorded, with everything offloaded")
             self._record(kind, args, kwargs)
