@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ebbtide.tools.main import commands
 

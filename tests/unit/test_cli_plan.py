@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from torch import nn
+from typer.testing import Result
 
 import ebbtide
 from commands import call

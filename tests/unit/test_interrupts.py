@@ -82,7 +82,7 @@ class Interrupter:
             # Before the first line, and before each.
             self._left -= 1
             if self._left < 0:
-                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno} ({event})"
+                self.where = f"{name}:{frame.f_lineno} ({event})"
                 raise Interrupt
         return self._trace
 
