@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
@@ -140,6 +142,77 @@ def test_a_checkpoint_around_the_model_runs_its_forward_again() -> None:
     model = make()
     with ebbtide.offload(model, budget="90%", activations=SMALL):
         check(model, lambda batch: checkpoint(model, batch, use_reentrant=False))
+
+
+class Asked:
+    """An argument of a forward that calls a function when the budget asks what is in it."""
+
+    def __init__(self, asked: Callable[[], object]) -> None:
+        self.asked = asked
+
+
+class Asking(nn.Sequential):
+    def forward(self, x: Tensor, _: Asked) -> Tensor:
+        return super().forward(x)
+
+
+def _ask(given: Asked) -> tuple[list[object], None]:
+    asked, given.asked = given.asked, int  # once
+    asked()
+    return [], None
+
+
+register_pytree_node(Asked, _ask, lambda *_: Asked(int))
+
+
+def train_asked(model: nn.Module, asked: Callable[[], object]) -> list[Tensor]:
+    """Gradients of some steps, in the middle of each of which a function is called."""
+    found = []
+    for number in range(4):
+        model.zero_grad()
+        batch = torch.randn(64, 32, generator=torch.Generator().manual_seed(number))
+        model(batch, Asked(asked)).square().sum().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def test_a_signal_handler_evaluates_while_a_plan_is_chosen() -> None:
+    """It runs in the thread that chooses, so it cannot wait for the end of that."""
+    model, results = Asking(*make()), list[Tensor]()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            results.append(model(torch.ones(64, 32), Asked(int)))
+
+    expected = train_asked(model, int)
+    with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:
+        found = train_asked(model, evaluate)
+        assert handle.plan is not None
+    assert results
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_is_forked_while_a_plan_is_chosen_trains() -> None:
+    """Another thread forks it, as one that starts the workers of a data loader."""
+    model, children = Asking(*make()), list[Child]()
+
+    def fork() -> None:
+        children.append(Child(lambda: train_asked(model, int)))
+
+    def fork_elsewhere() -> None:
+        if not children:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+
+    expected = train_asked(model, int)
+    with ebbtide.offload(model, budget="90%", activations=SMALL):
+        found = train_asked(model, fork_elsewhere)
+        of_child = children[0].result()
+    assert all(map(torch.equal, expected, found))
+    assert all(map(torch.equal, expected, of_child))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.devices.hardware import Hardware
-from ebbtide.devices.process import watch_optimizers
+from ebbtide.devices.process import watch_forks, watch_optimizers
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.passes import PassWatch
@@ -260,7 +260,9 @@ class BudgetController:
         self._placing: BudgetStudy | None = None  # the study that decides about the weights
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer) for layer in layers]
-        self._lock = threading.Lock()  # several threads may run the model
+        # Several threads may run the model, and a signal handler in the one that chooses a plan.
+        self._lock = threading.RLock()
+        watch_forks(self)
         self._engine = engine
         self._traced = engine.is_traced
         self._budget = budget
@@ -337,6 +339,10 @@ class BudgetController:
         self._running = self._engine.transfers.account.passes = None
         self._loosen()
         self._engine.follow(None, None)
+
+    def note_fork(self) -> None:
+        """Have a lock of its own in a forked child; a thread of the parent may hold the other."""
+        self._lock = threading.RLock()
 
     def _begin_on(self, device: torch.device) -> None:
         self._device = device
