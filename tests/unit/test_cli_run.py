@@ -212,6 +212,7 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
         (["--budget", "1GiB", "--mode", "recompute"], "a budget decides itself what leaves"),
         (["--budget", "1GiB", "--plan", __file__], "budget makes a plan and plan follows one"),
         (["--plan", __file__], f"--plan {__file__}: this is not the JSON"),
+        (["--plan", sys.executable], f"--plan {sys.executable}: this is not the JSON"),
         (["--plan", "missing.json"], "missing.json"),
         (["--store", "attic"], "--store='attic'"),
         (["--host-budget", "-1"], "--host-budget='-1' cannot be read"),

@@ -125,6 +125,14 @@ def test_the_command_reads_files_and_pipelines(tmp_path: Path) -> None:
     assert invoke("--pipeline", "0F0 0F1 0F2 0B0 0B1 0B2", "--resident", "2")[0] == 0
 
 
+def test_a_file_that_is_no_text_is_no_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.pt"
+    file.write_bytes(bytes(range(128, 256)))
+    code, output = invoke(str(file))
+    assert code == 2
+    assert "line 1" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -85,7 +85,7 @@ class PlannedStep:
             OSError: the file cannot be read.
             PolicyError: the file is something else.
         """
-        text = Path(path).read_text()
+        text = Path(path).read_text(errors="replace")
         return read_as(cls, read_document(text, FORMAT, VERSION, "step", "plan again"))
 
     @property

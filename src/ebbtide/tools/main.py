@@ -473,7 +473,7 @@ def _read(file: Path | None, layers: str | None, pipeline: str | None, resident:
             )
         return default(chosen, number)
     assert file is not None
-    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    text = sys.stdin.read() if str(file) == "-" else file.read_text(errors="surrogateescape")
     return Schedule.parse(text).check()
 
 
