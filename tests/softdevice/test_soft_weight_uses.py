@@ -676,6 +676,29 @@ def test_layers_that_are_compiled(
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"weights": ebbtide.WeightPolicy()}, {"budget": 24 * 2**10}],
+    ids=["weights", "budget"],
+)
+def test_steps_that_are_compiled(device: torch.device, options: dict[str, Any]) -> None:
+    """The optimizer's counts of steps go to the device where the compiler wants them there."""
+    results = []
+    for offloads in (False, True):
+        torch.compiler.reset()
+        model = _model(device)
+        if offloads:
+            ebbtide.offload(model, **options)
+        optimizer = _adam(model)
+        step = torch.compile(
+            functools.partial(_step, model, optimizer, device), backend="aot_eager"
+        )
+        losses = [step(number) for number in range(6)]
+        results.append([each.cpu() for each in losses + _values(model)])
+        assert offloads == any(each.device.type == "cpu" for each in model.parameters())
+    assert all(map(torch.equal, *results))
+
+
 class _Scripted(nn.Module):
     """A layer with a script module in it, whose code refers to its parameters itself."""
 

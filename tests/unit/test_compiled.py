@@ -203,24 +203,55 @@ def test_layers_of_a_sequential_that_is_compiled(
     assert is_inside or stats.recomputed_bytes + stats.offloaded_bytes > 0
 
 
-def test_a_compiled_step_runs_the_offload_as_it_is() -> None:
-    """The compiler is at work during the backward that such a step calls, too."""
-    model, x = build(), torch.randn(512, 64)
+def train_in_a_compiled_step(model: Net) -> tuple[list[Tensor], list[str]]:
+    """Train with a step that is compiled as one function.
+
+    Returns:
+        The losses and the weights, and the files of which the compiler has compiled functions.
+    """
     compiled: list[str] = []
     noting = register_bytecode_hook(lambda code, _: compiled.append(code.co_filename))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     @torch.compile(backend="aot_eager")
-    def step() -> Tensor:
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
+        optimizer.step()
         return loss.detach() + 1
 
-    with noting, ebbtide.offload(model, activations=POLICY) as handle:
-        for _ in range(2):
-            step()
-        assert handle.stats.offloaded_bytes > LAYERS * 512 * 64 * 4
+    with noting:
+        losses = [step(torch.randn(512, 64)) for _ in range(4)]
+    return losses + [each.detach().clone() for each in model.parameters()], compiled
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": POLICY},
+        {"weights": ebbtide.WeightPolicy()},
+        {"weights": ebbtide.WeightPolicy(), "activations": POLICY},
+        {"budget": "8GiB"},
+    ],
+    ids=["activations", "weights", "both", "budget"],
+)
+def test_a_compiled_step_runs_the_offload_as_it_is(options: dict[str, Any]) -> None:
+    """The compiler is at work during the backward that such a step calls, too."""
+    plain = build()
+    torch.manual_seed(1)
+    expected, _ = train_in_a_compiled_step(plain)
+    torch._dynamo.reset()
+    model = build()
+    torch.manual_seed(1)
+    with ebbtide.offload(model, **options) as handle:
+        trained, compiled = train_in_a_compiled_step(model)
+        moved_bytes = handle.stats.offloaded_bytes
+    assert all(map(torch.equal, trained, expected))
     assert compiled
     assert not [file for file in compiled if Path(ebbtide.__file__).parent in Path(file).parents]
+    if "activations" in options:
+        assert moved_bytes > LAYERS * 512 * 64 * 4
 
 
 @pytest.mark.parametrize("compile_it", PER_LAYER)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -47,12 +48,49 @@ def skip_in_compiler(function: Callable[..., Any], *, with_callees: bool = True)
         with_callees: whether the functions that it calls run as they are, too. If not, the compiler
             begins with these.
     """
-    with contextlib.suppress(AttributeError, TypeError):  # then the compiler breaks the graph here
-        frames: Any = torch._C._dynamo.eval_frame
-        action = frames._FrameAction
-        callees = action.SKIP if with_callees else action.DEFAULT
-        strategy = frames._FrameExecStrategy(action.SKIP, callees)
-        frames.set_code_exec_strategy(function.__code__, strategy)
+    _skip(function.__code__, with_callees=with_callees)
+
+
+def skip_package_in_compiler() -> None:
+    """Tell the compiler to run every function of this package as it is, where torch calls it.
+
+    In a training step that is compiled as a whole, the compiler also compiles what backward and the
+    optimizer call. To be called when the compiler is loaded. It says nothing of functions that the
+    compiler traces as parts of others.
+    """
+    _skip_functions(len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _skip_functions(_: int) -> None:
+    """Skip the functions of this package, if more of it is loaded by now."""
+    package = __name__.partition(".")[0]
+    modules = {name for name in list(sys.modules) if name.partition(".")[0] == package}
+    if modules <= _SKIPPED_MODULES:
+        return
+    _SKIPPED_MODULES.update(modules)
+    for each in gc.get_objects():
+        if type(each) is types.FunctionType and each.__module__ in modules:
+            _skip(each.__code__)
+
+
+_SKIPPED_MODULES: Final[set[str]] = set()
+_SKIPPED: Final[dict[int, types.CodeType]] = {}  # by identity: others may be equal
+
+
+def _skip(code: types.CodeType, *, with_callees: bool = False) -> None:
+    """Tell the compiler to skip a function, unless it was told before, and those made in it."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    if id(code) not in _SKIPPED:
+        with contextlib.suppress(AttributeError, TypeError):  # then the compiler breaks graphs here
+            frames: Any = torch._C._dynamo.eval_frame
+            action = frames._FrameAction
+            callees = action.SKIP if with_callees else action.DEFAULT
+            strategy = frames._FrameExecStrategy(action.SKIP, callees)
+            frames.set_code_exec_strategy(code, strategy)
+            _SKIPPED[id(code)] = code
+    for each in inner:
+        _skip(each)
 
 
 Around = tuple[Callable[[Any], None], Callable[[Any], None]]

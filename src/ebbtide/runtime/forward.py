@@ -21,7 +21,10 @@ from ebbtide.runtime.compiled import (
     ForwardReplacement,
     HookedLayer,
     ModuleHook,
+    compiler_is_loaded,
+    is_traced,
     skip_in_compiler,
+    skip_package_in_compiler,
 )
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
@@ -220,6 +223,8 @@ class OffloadedForward(ForwardReplacement):
                 self.here.depth += 1
             elif not self._active:
                 return None, stack.pop_all()
+            if compiler_is_loaded() and not is_traced():
+                skip_package_in_compiler()
             hooks = self._engine.hooks() if hooks_are_wanted(self) else None
             is_evaluated = not torch.is_grad_enabled()
             if hooks is None and not is_evaluated and self._end_watch is not None:

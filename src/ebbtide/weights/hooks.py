@@ -653,7 +653,8 @@ def bring_state(optimizer: torch.optim.Optimizer, parameters: Container[nn.Param
     """Move an optimizer's state of these parameters to the devices that they are on now.
 
     A count of steps stays on the host, unless the optimizer wants it beside the parameter, as
-    torch's own `Optimizer.load_state_dict` does.
+    torch's own `Optimizer.load_state_dict` does, or it is on the device already, where the compiler
+    puts it.
     """
     for group in optimizer.param_groups:
         counts_there = group.get("fused") or group.get("capturable")
@@ -662,7 +663,9 @@ def bring_state(optimizer: torch.optim.Optimizer, parameters: Container[nn.Param
                 continue
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and (value.dim() or counts_there):
+                if isinstance(value, torch.Tensor) and (
+                    value.dim() or counts_there or value.device.type != "cpu"
+                ):
                     state[name] = value.to(parameter.device)
 
 
