@@ -128,9 +128,7 @@ def test_the_command_reads_files_and_pipelines(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_is_no_schedule(tmp_path: Path) -> None:
     file = tmp_path / "schedule.pt"
     file.write_bytes(bytes(range(128, 256)))
-    code, output = invoke(str(file))
-    assert code == 2
-    assert "line 1" in output
+    assert invoke(str(file))[0] == 2
 
 
 @pytest.mark.parametrize(
