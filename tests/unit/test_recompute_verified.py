@@ -771,6 +771,29 @@ class Placed(Block):
         return (self.linear(x).repeat(2, 1) + self.places).sin()[:ROWS]
 
 
+class Expanded(Block):
+    """Adds an expanded parameter, as a class token is, to what is laid out in columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token.expand(len(x), -1) + self.linear(x).t().contiguous().t()
+        return x.sin()
+
+
+class ExpandedConstant(Block):
+    """The constant was made in inference mode: no version would tell that it was changed."""
+
+    with torch.inference_mode():
+        token = torch.arange(WIDTH) * 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token.expand(len(x), -1) + self.linear(x).t().contiguous().t()
+        return x.sin()
+
+
 def weights_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
     value = loss(model, inputs)
     with torch.no_grad():
@@ -811,6 +834,8 @@ def inputs_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
         (LargeNorm, None),
         (Frees, None),
         (Placed, weights_are_replaced),
+        (Expanded, None),
+        (ExpandedConstant, None),
     ],
 )
 def test_what_a_second_forward_would_not_do_again(make: Any, backward: Any, mode: str) -> None:
@@ -886,14 +911,23 @@ class UnseenLater(Block):
     writes = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+        x = self.lay_out(self.linear(x))
         if self.writes:
             ctypes.memset(x.data_ptr(), 0x3E, x.nbytes)
         return x.sin()
 
+    def lay_out(self, x: Tensor) -> Tensor:
+        return x
 
-def test_what_differs_later_is_an_error_and_no_wrong_gradient() -> None:
-    model = build(UnseenLater)()
+
+class UnseenLaterInColumns(UnseenLater):
+    def lay_out(self, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+
+@pytest.mark.parametrize("make", [UnseenLater, UnseenLaterInColumns])
+def test_what_differs_later_is_an_error_and_no_wrong_gradient(make: Any) -> None:
+    model = build(make)()
     plain = copy.deepcopy(model)
     with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
         step(handle, model)

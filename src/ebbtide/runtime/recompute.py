@@ -637,10 +637,28 @@ class RecomputedTensor(AbstractProbed):
         return torch.equal(bits_of(self._tensor_in(storage)), bits_of(tensor))
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that is laid out in memory as the tensor is.
+
+    Operations lay out their results as their arguments are, and a clone of an expanded tensor is
+    laid out otherwise. Where memory has gaps, a clone keeps the order of the dimensions.
+    """
+    reach = _reach(tensor)
+    if not 0 < reach <= tensor.numel():
+        return tensor.clone()
+    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _reach(tensor: Tensor) -> int:
+    """Return the number of elements in memory from a tensor's first to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((n - 1) * step for n, step in steps)
+
+
 def _sample(tensor: Tensor) -> Tensor | None:
     """Return a copy of elements spread over a tensor; None if it is too unusual."""
     size = tensor.numel()
-    if not size or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not size or _reach(tensor) != size or tensor.is_conj() or tensor.is_neg():
         return None
     count = min(size, _SAMPLED)
     spread = tensor.detach().as_strided((count,), (size // count,), int(tensor.storage_offset()))
@@ -939,9 +957,9 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             return self._hooks.pack(tensor)
         # The program may change a bias before backward, which autograd would not notice.
         if tensor.nbytes <= COPIED_BYTES and self._hooks.is_weight(tensor):
-            return memory.clone(), 0, None
+            return _copy(memory), 0, None
         if memory.is_inference():  # no version would tell of changes, and autograd saves none
-            return self._hooks.pack(memory.clone())
+            return self._hooks.pack(_copy(memory))
         if address_of(tensor) != address_of(memory):
             return self._hooks.pack(memory)
         if _version_of(tensor) != each.version:  # unseen, so that backward must raise an error
