@@ -938,6 +938,42 @@ def test_what_differs_later_is_an_error_and_no_wrong_gradient(make: Any) -> None
     assert 1 <= errors <= 2
 
 
+_in_columns = False
+
+
+@torch.library.custom_op("ebbtide_tests::order", mutates_args=())
+def order(x: Tensor) -> Tensor:
+    """Lays its result out as it likes, as kernels do that are chosen by what is fastest."""
+    places = x.argsort(-1)
+    return places.t().contiguous().t() if _in_columns else places
+
+
+class Ordered(Block):
+    """Numbers have no gradient, so that no sample of them is taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin().gather(-1, order(x.detach()))
+
+
+def test_what_is_laid_out_otherwise_later_is_an_error_and_no_wrong_gradient() -> None:
+    def turned(model: nn.Module, inputs: Any, loss: Any) -> None:
+        global _in_columns
+        value = loss(model, inputs)
+        _in_columns = True
+        try:
+            value.backward()
+        finally:
+            _in_columns = False
+
+    model = build(Ordered)()
+    plain = copy.deepcopy(model)
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        step(handle, model)
+        assert handle.stats.recomputed_bytes > 0
+        errors = num_errors(model, plain, turned, 4)
+    assert 1 <= errors <= 2
+
+
 def test_memory_that_other_code_fills() -> None:
     recomputed(build(Filled))
 

@@ -107,12 +107,12 @@ class Proofs:
             SavedTensorModifiedError: they differ.
         """
         if other is None or one.shape != other.shape:
-            self._raise_differs(layer)
+            self.raise_differs(layer)
         bits = one.view(torch.uint8), other.view(torch.uint8)
         if one.device.type != "cpu":
             self._samples.append((layer, (bits[0] != bits[1]).any()))
         elif not torch.equal(*bits):
-            self._raise_differs(layer)
+            self.raise_differs(layer)
 
     def check_samples(self, device: AbstractDevice) -> None:
         """Check the samples of the recomputations before; the host does not wait for them.
@@ -127,14 +127,15 @@ class Proofs:
                 continue
             for layer, differs in zip(layers, flags.tolist(), strict=True):
                 if differs:
-                    self._raise_differs(layer)
+                    self.raise_differs(layer)
         if self._samples:
             samples, self._samples = self._samples, []
             flags = torch.stack([differs for _, differs in samples]).to("cpu", non_blocking=True)
             copied = device.compute_stream().record()
             self._on_way.append(([layer for layer, _ in samples], flags, copied))
 
-    def _raise_differs(self, layer: Layer) -> NoReturn:
+    def raise_differs(self, layer: Layer) -> NoReturn:
+        """Refuse a layer that has not given what it gave in its forward, and say so."""
         self.refuse(layer, _DIFFERS)
         raise SavedTensorModifiedError(
             f"layer {layer.index} ({layer.name}) was computed again in backward and gave other "
@@ -339,7 +340,7 @@ class _Operation:
         kwargs: its named arguments, likewise.
         reads: slots of the storages that it reads or writes.
         writes: slots of those that it writes and has not made.
-        makes: slots of the storages that it makes, by the place of the result.
+        makes: place, slot and layout in memory of each result whose storage it makes.
         outer: the tensors from outside that it reads.
         numbers: the random numbers that it may draw.
         begins: of the operations that run again, the slots that it is the first to use and that no
@@ -352,7 +353,7 @@ class _Operation:
     kwargs: Any = None
     reads: set[int] = field(default_factory=set)
     writes: tuple[int, ...] = ()
-    makes: tuple[tuple[int, int], ...] = ()
+    makes: tuple[tuple[int, int, Hashable], ...] = ()
     outer: tuple[_FromOutside, ...] = ()
     numbers: tuple[_Numbers, ...] = ()
     begins: set[int] = field(default_factory=set)
@@ -366,6 +367,12 @@ def _flat(result: Any) -> Sequence[Any]:
     if isinstance(result, list | tuple):
         return [leaf for each in result for leaf in _flat(each)] if result else ()
     return (result,)
+
+
+def _layout_of(tensor: Tensor) -> Hashable:
+    """Return where the elements of a tensor are in memory, beside its first one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return None if 0 in tensor.shape else tuple(each for each in steps if each[0] > 1)
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -462,7 +469,7 @@ class Recording:
         """Return the operations that the saved tensors depend on, in their order."""
         wanted, needed, used = set(self.handles), [], set[int | _FromOutside]()
         for operation in reversed(self.operations):
-            made = {slot for _, slot in operation.makes}
+            made = {slot for _, slot, _ in operation.makes}
             if wanted.isdisjoint(made) and wanted.isdisjoint(operation.writes):
                 continue
             needed.append(operation)
@@ -500,12 +507,20 @@ class Recording:
         return value
 
     def _run_again(self) -> None:
+        if self.call is None:
+            self._compute()
+        else:
+            self.activations.recompute(self.call, self._compute)
+
+    def _read(self, outer: _FromOutside) -> Tensor:
+        """Return a tensor from outside as it was in the forward.
+
+        Raises:
+            SavedTensorModifiedError: it has been modified in place since.
+        """
         layer = self.layer
         try:
-            if self.call is None:
-                self._compute()
-            else:
-                self.activations.recompute(self.call, self._compute)
+            return outer.find()
         except SavedTensorModifiedError as error:
             self.proofs.refuse(layer, "reads what is changed in place before backward")
             raise SavedTensorModifiedError(
@@ -538,7 +553,7 @@ class Recording:
             for operation in operations:
                 for each in operation.outer:
                     if each not in values:
-                        values[each] = each.find()
+                        values[each] = self._read(each)
                 for slot in operation.begins:
                     values[slot] = self._begin(slot)
                 args = _decode(operation.args, values)
@@ -549,7 +564,9 @@ class Recording:
                     result = operation.function(*args, **kwargs)
                 if operation.makes:
                     results = _flat(result)
-                    for place, slot in operation.makes:
+                    for place, slot, layout in operation.makes:
+                        if _layout_of(results[place]) != layout:  # others read it as it was
+                            self.proofs.raise_differs(self.layer)
                         values[slot] = results[place]
                     del results
                 del args, kwargs, result
@@ -562,7 +579,7 @@ class Recording:
         """Return the memory of a storage that no operation of the recording makes."""
         begin = self.begins[slot]
         if isinstance(begin, _FromOutside):
-            return begin.find().clone()
+            return self._read(begin).clone()
         size_bytes, device = begin
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
@@ -861,7 +878,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
 
     def _note_results(self, traits: _Traits, operation: _Operation, result: Any) -> None:
         results = _flat(result)
-        made: list[tuple[int, int]] = []
+        made: list[tuple[int, int, Hashable]] = []
         for place, each in enumerate(results):
             if not isinstance(each, Tensor):
                 continue
@@ -869,10 +886,10 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             if not address or address in self._slots or address in self._outer_addresses:
                 continue  # a view of an argument, or that argument
             slot = self._number(each.untyped_storage())
-            made.append((place, slot))
+            made.append((place, slot, _layout_of(each)))
         if traits.leaves_gaps:
-            most = max((results[place].dim() for place, _ in made), default=0)
-            self._loose.update(slot for place, slot in made if results[place].dim() < most)
+            most = max((results[place].dim() for place, *_ in made), default=0)
+            self._loose.update(slot for place, slot, _ in made if results[place].dim() < most)
         operation.makes = tuple(made)
 
     def _note_proof(self, function: Any, args: Any) -> None:
