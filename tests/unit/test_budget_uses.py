@@ -101,6 +101,17 @@ def test_a_model_of_which_only_methods_are_called_is_warned_of(budget: str | Non
         assert len([each for each in said if "model-not-called" in f"{each.message}"]) == num_said
 
 
+def test_others_train_on_after_a_model_is_gone_whose_forward_is_kept() -> None:
+    dropped, other = make(), nn.Linear(4, 1)
+    ebbtide.offload(dropped)
+    kept = [dropped.forward]
+    del dropped
+    other(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    with pytest.raises(ebbtide.PolicyError):
+        kept[0](torch.ones(64, 32))
+
+
 def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     model = make()
     with ebbtide.offload(model, budget="90%", activations=SMALL):

@@ -116,7 +116,7 @@ class OffloadedForward(ForwardReplacement):
         engine, owner = self._engine, self._owner
         is_seen = engine.num_steps or engine.is_in_step()
         wants_any = self.prepare is not None or engine.placement.wants_any
-        if self._active and owner is not None and wants_any and not is_seen:
+        if self._active and isinstance(owner, nn.Module) and wants_any and not is_seen:
             self._num_unseen += any(each.grad is not None for each in owner.parameters())
             if self._num_unseen < 2:
                 return
