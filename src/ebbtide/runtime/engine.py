@@ -385,7 +385,8 @@ class Engine:
             self._proofs.refuse(layer, COMPILED)
             scope.offloads = True
             return
-        scope.recorder = Recorder(layer, self._hooks, self._proofs)
+        is_planned = self.placement.layers is not None
+        scope.recorder = Recorder(layer, self._hooks, self._proofs, is_planned=is_planned)
         scope.recorder.begin()
 
     def end_recording(self) -> None:

@@ -172,7 +172,8 @@ class _Traits(NamedTuple):
         draws: whether it may draw random numbers.
         leaves_blank: whether the memory of its result has no values yet.
         leaves_gaps: whether parts of its smaller results may have no values.
-        communicates: whether it exchanges data with other processes, behind torch's back.
+        communicates: whether it exchanges data with other processes.
+        repeats: whether it can run again, if it does in the other processes, too.
         completes: whether it waits for what a collective writes to its argument.
         called: what programs call to run it, if autocast may cast within its kernel.
     """
@@ -184,6 +185,7 @@ class _Traits(NamedTuple):
     leaves_blank: bool
     leaves_gaps: bool
     communicates: bool
+    repeats: bool
     completes: bool
     called: str
 
@@ -195,6 +197,7 @@ _BLANK: Final = frozenset(
         *("new_empty", "new_empty_strided"),
     )
 )
+_OF_PROCESSES: Final = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
 _WITHOUT_EFFECT: Final = frozenset({"aten::record_stream", "aten::set_"})
 """They compute nothing: the memory of each argument is looked up when it is read."""
 
@@ -253,7 +256,8 @@ def _traits_of(function: Any) -> _Traits | None:
         torch.Tag.nondeterministic_seeded in function.tags or space not in ("aten", "prims"),
         name in _BLANK,
         bool(_ATTENTION.search(name)),
-        space == "c10d",
+        space in _OF_PROCESSES,
+        space != "c10d",  # what these fill is seen after they have returned
         completes,
         _CASTS_INSIDE.get(name, ""),
     )
@@ -693,6 +697,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         layer: the layer whose forward is about to begin.
         hooks: the hooks of its model.
         proofs: which operations of the model's layers are proven.
+        is_planned: whether a plan has the layer recomputed, and not the policy.
     """
 
     # Long: what it does for each operation is in one place.
@@ -709,8 +714,11 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         """What is compiled runs as it would; its results come from outside, for a recording."""
         return True
 
-    def __init__(self, layer: Layer, hooks: SavedTensorHooks, proofs: Proofs) -> None:
+    def __init__(
+        self, layer: Layer, hooks: SavedTensorHooks, proofs: Proofs, *, is_planned: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_planned = is_planned
         self._layer, self._hooks, self._proofs = layer, hooks, proofs
         self._meter = hooks.activations.transfers.account.meter
         self._proven = proofs.of(layer)
@@ -764,7 +772,9 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if traits.completes and address_of(args[0]) not in self._slots:
             return func(*args, **kwargs)  # a collective from before the layer, not to be repeated
-        if traits.communicates and not self._reason:
+        # A policy is that of all processes, which repeat a collective together. Each makes a plan
+        # of its own: one that repeats a collective by itself exchanges other data than the rest.
+        if traits.communicates and not self._reason and (self._is_planned or not traits.repeats):
             self._reason = "exchanges data with other processes"
         if traits.leaves_blank:
             blank = func(*args, **kwargs)
