@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.planning import Plan, PlanBudget, Prediction, StepTiming, search
+from ebbtide.planning import Plan, PlanBudget, Prediction, StepTiming, find_frugal, search
 from live_memory import LiveMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -320,7 +320,10 @@ def test_a_long_step_is_planned_in_about_the_time_that_it_may_take() -> None:
         patch.setattr("ebbtide.planning.contest.time.thread_time", lambda: now_s[0])
         plan = search(profile, link, budget, counting, limit_s=6.0)
         assert plan.peak_bytes is not None and plan.peak_bytes <= budget.device_bytes
-    assert counting.num_predictions <= 16
+        assert counting.num_predictions <= 16
+        counting.num_predictions = 0
+        find_frugal(profile, link, counting, limit_s=20.0)
+    assert counting.num_predictions <= 21
 
 
 def test_a_gradient_penalty_has_a_plan_that_settles() -> None:

@@ -801,7 +801,8 @@ class BudgetStudy:
     def _find_frugal(self) -> Plan:
         """Return the plan that needs the least of those that are looked at."""
         profile, rests = self._corrected(self._recorded), everywhere(self.profile)
-        return find_frugal(profile, self._hardware, self._timing(), rests, self._host_bytes)
+        timing, host_bytes = self._timing(), self._host_bytes
+        return find_frugal(profile, self._hardware, timing, rests, host_bytes, limit_s=_QUICK_S)
 
     @property
     def _margin_bytes(self) -> int:

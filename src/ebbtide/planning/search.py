@@ -231,6 +231,7 @@ def find_frugal(
     predictor: Predictor,
     resting: Resting = (),
     host_bytes: int | None = None,
+    limit_s: float | None = None,
 ) -> Plan:
     """Return the plan that needs the least device memory of those that are looked at.
 
@@ -240,9 +241,11 @@ def find_frugal(
         predictor: predicts plans.
         resting: whose weights rest on the host; empty: nobody's.
         host_bytes: how much may be in the tier below; None: any number of bytes.
+        limit_s: about how many seconds of processor time that may take; None: as long as it takes.
     """
     nothing = PlanBudget(device_bytes=0, host_bytes=host_bytes)
-    contest = _of_frugal_rules(Contest(profile, hardware, predictor, nothing, resting))
+    contest = Contest(profile, hardware, predictor, nothing, resting, limit_s=limit_s)
+    contest = _of_frugal_rules(contest)
     anneal(contest)
     plan, prediction = contest.leader.plan, contest.leader.prediction
     return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
