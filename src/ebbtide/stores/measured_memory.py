@@ -23,7 +23,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import psutil
 import torch
@@ -257,13 +257,16 @@ class _SharedPeak:
         self._all.add(self)
 
     def read(self) -> _Peaks:
-        (used_bytes, reserved_bytes), now = self._before, self._read()
-        return max(used_bytes, now[0]), max(reserved_bytes, now[1])
+        return self._with(self._read())
+
+    def _with(self, counted: _Peaks) -> _Peaks:
+        return max(self._before[0], counted[0]), max(self._before[1], counted[1])
 
     def prepare_reset(self) -> None:
         """Note the peak for the other objects. The caller resets the counter then."""
+        counted = self._read()
         for other in list(self._all):
-            other._before = other.read()
+            other._before = other._with(counted)
         self._before = 0, 0
 
 
@@ -371,7 +374,7 @@ class DeviceMemory(AbstractMemory):
         self._peak = _SharedPeak(str(device), functools.partial(_read_device_peaks, device))
 
     def now_bytes(self) -> int:
-        return torch.accelerator.memory_allocated(self._device)
+        return _read_device(self._device, "allocated_bytes", "current")
 
     def peak_bytes(self) -> int:
         return self._peak.read()[0]
@@ -404,8 +407,21 @@ class DeviceMemory(AbstractMemory):
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
 
 
+def _read_device(device: torch.device, kind: str, what: str) -> int:
+    """Return what torch's allocator counts of a device, in bytes.
+
+    Args:
+        device: the device, with its index.
+        kind: such as "allocated_bytes".
+        what: "current" or "peak".
+    """
+    core: Any = torch._C  # what `torch.accelerator.memory_stats` flattens and sorts, which is slow
+    if not core._accelerator_isAllocatorInitialized():
+        return 0
+    return int(core._accelerator_getDeviceStats(device.index)[kind]["all"][what])
+
+
 def _read_device_peaks(device: torch.device) -> _Peaks:
-    return (
-        torch.accelerator.max_memory_allocated(device),
-        torch.accelerator.max_memory_reserved(device),
-    )
+    kinds = "allocated_bytes", "reserved_bytes"
+    used_bytes, reserved_bytes = (_read_device(device, each, "peak") for each in kinds)
+    return used_bytes, reserved_bytes
