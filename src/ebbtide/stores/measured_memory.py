@@ -374,7 +374,7 @@ class DeviceMemory(AbstractMemory):
         self._peak = _SharedPeak(str(device), functools.partial(_read_device_peaks, device))
 
     def now_bytes(self) -> int:
-        return _read_device(self._device, "allocated_bytes", "current")
+        return _stats_of(self._device)[_USED]["all"]["current"]
 
     def peak_bytes(self) -> int:
         return self._peak.read()[0]
@@ -407,21 +407,18 @@ class DeviceMemory(AbstractMemory):
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
 
 
-def _read_device(device: torch.device, kind: str, what: str) -> int:
-    """Return what torch's allocator counts of a device, in bytes.
-
-    Args:
-        device: the device, with its index.
-        kind: such as "allocated_bytes".
-        what: "current" or "peak".
-    """
+def _stats_of(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+    """Return what torch's allocator counts of a device, by kind, pool, and what of it."""
     core: Any = torch._C  # what `torch.accelerator.memory_stats` flattens and sorts, which is slow
-    if not core._accelerator_isAllocatorInitialized():
-        return 0
-    return int(core._accelerator_getDeviceStats(device.index)[kind]["all"][what])
+    if core._accelerator_isAllocatorInitialized():
+        return core._accelerator_getDeviceStats(device.index)  # type: ignore[no-any-return]
+    return {kind: {"all": {"current": 0, "peak": 0}} for kind in (_USED, _RESERVED)}
+
+
+_USED: Final = "allocated_bytes"
+_RESERVED: Final = "reserved_bytes"
 
 
 def _read_device_peaks(device: torch.device) -> _Peaks:
-    kinds = "allocated_bytes", "reserved_bytes"
-    used_bytes, reserved_bytes = (_read_device(device, each, "peak") for each in kinds)
-    return used_bytes, reserved_bytes
+    stats = _stats_of(device)
+    return stats[_USED]["all"]["peak"], stats[_RESERVED]["all"]["peak"]
