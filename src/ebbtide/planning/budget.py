@@ -341,7 +341,7 @@ class BudgetController:
         self._engine.follow(None, None)
 
     def note_fork(self) -> None:
-        """Have a lock of its own in a forked child; a thread of the parent may hold the other."""
+        """Make a new lock in a forked child: a thread of the parent may have held the old one."""
         self._lock = threading.RLock()
 
     def _begin_on(self, device: torch.device) -> None:
@@ -359,7 +359,7 @@ class BudgetController:
         self._running = None
 
     def _may_be_over(self, others_bytes: int) -> bool:
-        """Whether what is in use, and what training may bring, is more than the budget.
+        """Whether the memory in use, and what training may add to it, is more than the budget.
 
         Args:
             others_bytes: what the training of other models may bring.
@@ -376,7 +376,7 @@ class BudgetController:
         return [each for each in others if each._device == self._device]
 
     def _others_bytes(self, *, begun: bool = True) -> int:
-        """Return what other models' training is still to bring. See [Note: several models].
+        """Return the memory that other models' training will add. See [Note: several models].
 
         Args:
             begun: whether only those count that have been trained.
@@ -388,7 +388,7 @@ class BudgetController:
         )
 
     def _rest_others(self) -> bool:
-        """Let the weights of other models rest that nothing reads; return whether any does now."""
+        """Have the weights of other models rest if nothing reads them; return whether any do."""
         rested = False
         for each in self._others():
             transfers = each._engine.transfers
@@ -398,7 +398,7 @@ class BudgetController:
         return rested
 
     def _renew_others(self) -> None:
-        """Have other models of this thread recorded anew: their plans know a fuller device."""
+        """Have other models of this thread recorded anew: their plans were for a fuller device."""
         for each in self._others():
             if each._thread == threading.get_ident():
                 each._running = each._engine.transfers.account.passes = each._placing = None
@@ -518,7 +518,7 @@ class BudgetController:
         return [] if model is None else [each for each in model.parameters() if each.requires_grad]
 
     def _versions(self) -> int:
-        """Return what grows whenever a weight is written, but through ``.data``."""
+        """Return a number that grows when a weight is written, other than through ``.data``."""
         return sum(each._version for each in self._trained())
 
     def _have_gradients(self) -> bool:
@@ -534,14 +534,14 @@ class BudgetController:
         return sum(getattr(each, "_local_tensor", each).nbytes for each in there)
 
     def _learn_state(self, study: BudgetStudy) -> None:
-        """Tell a study what the optimizer has that was still to step when it was made."""
+        """Tell a study the state of an optimizer that had not stepped when the study was made."""
         states = (each for of in self._optimizers for each in of.state.values())
         tensors = (each for state in states for each in state.values() if isinstance(each, Tensor))
         sizes = self._weights.sizes() if self._weights and study is self._placing else {}
         study.learn_state(sum(each.nbytes for each in tensors), sizes)
 
     def _note_weights(self, study: BudgetStudy) -> None:
-        """Tell the study that places the weights which of them are there now."""
+        """Tell the study that places the weights which of them are on the device now."""
         if self._weights is not None and study is self._placing:
             study.note_weights(
                 self._weights.there_bytes(),
@@ -588,7 +588,7 @@ class BudgetController:
         return self._resting != self._weights.names
 
     def _place_weights(self, study: BudgetStudy, plan: Plan) -> None:
-        """Have the weights where a plan has them, if it says so."""
+        """Move the weights to where a plan has them, if the plan decides about them."""
         if self._weights is None or study is not self._placing or not self._weights.may_move:
             return
         owners = study.profile.weight_owners()
@@ -601,7 +601,7 @@ class BudgetController:
             self._weights.place(resting)
 
     def _begun(self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None) -> _Running:
-        """Return what there is to know of a step that begins now."""
+        """Return a description of the step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
         is_asked = watch is not None or (study is not None and study.expects_state)

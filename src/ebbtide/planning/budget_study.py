@@ -52,8 +52,8 @@ _MOST_NEEDS: Final = 2**14  # of layers in their ways, that are remembered betwe
 def _ways(plan: Plan, *, again: bool | None = None) -> list[Hashable]:
     """Return how the layer at each position runs, as far as the memory of its passes depends on it.
 
-    In a pass with a window, what the layer offloads is there as long as what it keeps, and counts
-    as kept. Otherwise it leaves one by one.
+    In a pass with a window, the copies of offloaded storages may end after the pass, so offloaded
+    storages count as kept. Without a window, each one leaves before the next one is saved.
 
     Args:
         plan: the plan.
@@ -74,13 +74,13 @@ def _ways(plan: Plan, *, again: bool | None = None) -> list[Hashable]:
 def _beside_bytes(
     sizes: Sequence[int], before: tuple[Decision, ...], way: tuple[Decision, ...]
 ) -> int:
-    """Return the most that is there of what a layer saves, in one way beside another.
+    """Return how much more of what a layer saves can be on the device in one way than in another.
 
     Args:
         sizes: sizes of the storages that it saves.
-        before: what became of them in the other way.
-        way: what becomes of them. What leaves is there until its copy is complete, and the next
-            storage waits for that.
+        before: what became of each storage in the other way.
+        way: what becomes of each storage in this way. An offloaded storage is on the device until
+            its copy is complete, and the next storage waits for that.
     """
     stays, leaves = 0, 0
     for size_bytes, was, done in zip(sizes, before, way, strict=True):
@@ -93,19 +93,24 @@ def _beside_bytes(
 
 @final
 class Corrections:
-    """What was measured at each position beyond what a profile says, by how its layer ran.
+    """The memory that steps were measured to need at each position, beyond what the profile says.
 
-    A layer that has not run in some way yet is taken to need what it used in the first step beside
-    what was there, while all that it saves stays; that is the most. It needs no more, either, than
-    in a way in which it has run, with what is there all the time only now. Before a layer is
-    recomputed for the first time, its operations are proven: they run again at the end of its
-    forward, while all that it saves is still there. On a CPU, a forward that saves nothing is taken
-    to need as much as one that saves everything, which is more than it does.
+    A layer runs in one of several ways: each of its storages is kept, offloaded or rebuilt, or the
+    whole layer is recomputed. What was measured holds for the way in which the layer ran. For a way
+    in which it has not run yet, the smaller of two upper bounds is taken:
+
+    - what the pass would have used in the first step if all that the layer saves had stayed, and
+    - what the pass needed in a way in which the layer has run, and the storages that are on the
+      device in the new way only.
+
+    Before a layer is recomputed for the first time, its operations are proven: they run again at
+    the end of its forward, while all that it saves is still there. On a CPU, a forward that saves
+    nothing is taken to need as much as one that saves everything, which is more than it does.
 
     Args:
         profile: the step.
-        awaits_copies: whether measured steps await their copies. If not, a step that needs less
-            than was predicted may owe that to copies which ended early by chance.
+        awaits_copies: whether measured steps wait for their copies. If they do not, a step may have
+            needed less than was predicted because copies ended early by chance.
     """
 
     def __init__(self, profile: StepProfile, *, awaits_copies: bool = True) -> None:
@@ -126,13 +131,13 @@ class Corrections:
     def learn(
         self, watch: PassWatch, plan: Plan, predicted: Prediction, owed_bytes: int = 0
     ) -> None:
-        """Note by how much a step needed more, or less, than was predicted.
+        """Note how much more, or less, memory a step needed than was predicted.
 
         Args:
             watch: what was measured.
             plan: the plan that was followed.
             predicted: what these corrections predicted for it.
-            owed_bytes: what the step had not yet of all that was predicted to be there throughout.
+            owed_bytes: bytes that were predicted to be there in the whole step, and came later.
         """
         peaks, more, ways = predicted.peak_by_position, self.more_bytes(plan), _ways(plan)
         self._at.cache_clear()
@@ -145,19 +150,19 @@ class Corrections:
             for each in covered:
                 needed_bytes = max(least_bytes, more[each] + excess_bytes)
                 self._measured[each][ways[each]] = needed_bytes
-        if not self._staying:  # later, gradients of weights that came back would count twice
+        if not self._staying:  # in later steps, gradients of weights that came back count twice
             for position, size_bytes in watch.working.items():
                 for each in watch.covered(position):  # a plan counts gradients by themselves
                     self._staying[each] = size_bytes - self._gradients[each]
 
     def leave_out_gradients(self, profile: StepProfile) -> int:
-        """Do not count the gradients of layers' weights that came in the measured steps.
+        """Take the gradients of the layers' weights out of what was measured.
 
         Args:
             profile: the step, with the weights, which all were on the device.
 
         Returns:
-            How many bytes these gradients have.
+            Their size in bytes.
         """
         self._at.cache_clear()
         none_rest = [False] * len(profile.layers)
@@ -229,7 +234,7 @@ _MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans do the same with each storage, whatever is predicted of them."""
+    """Whether two plans do the same with each storage; their predictions may differ."""
     one, two = plan.with_closed_windows(), other.with_closed_windows()
     return (one.layers, one.windows, one.max_inflight_bytes) == (
         two.layers,
@@ -325,10 +330,10 @@ class BudgetStudy:
     Attributes:
         num_forwards: as given.
         places_weights: whether plans say which weights rest on the host.
-        weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
-            near the budget is tried.
-        expects_state: whether an optimizer is expected to step that has not yet.
-        others_bytes: what the training of other models is still to bring to the device.
+        weights_can_leave: whether all weights can rest on the host if no plan fits. Then no plan
+            is tried that is predicted to be slightly over the budget.
+        expects_state: whether room is left for the state of an optimizer that has not stepped yet.
+        others_bytes: memory that other models on the device will need and have not taken yet.
         phase: how far the planning is.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
@@ -389,9 +394,10 @@ class BudgetStudy:
 
     @property
     def is_to_be_timed(self) -> bool:
-        """Whether a step of the plan is to show its seconds, as its memory is known.
+        """Whether the next step is measured for its seconds, because its memory is known.
 
-        Nobody waits for copies then, so more of them are under way; the budget must have room.
+        Such a step does not wait for its copies, so more of them are under way, and the budget must
+        have room for them.
         """
         if not self._has_memory or self.phase is not Phase.FRUGAL:
             return False
@@ -462,17 +468,21 @@ class BudgetStudy:
             self._search_again()
 
     def _without_weights(self, begin_bytes: int) -> int:
-        """Return what is in use beside the weights that the profile has, and will be."""
+        """Return what a step begins with, without the weights that the profile counts.
+
+        Args:
+            begin_bytes: memory in use when the step begins.
+        """
         own_bytes = self._there_bytes + self._buffer_bytes
         return max(0, begin_bytes - own_bytes) + self._expected_bytes + self.others_bytes
 
     def _planned_weight_bytes(self) -> int:
-        """Return what the weights on the device need in the end, and all that belongs to them."""
+        """Return the size of the weights on the device with their gradients and their state."""
         pairs = zip(self.profile.layers, self.plan.layers, strict=True)
         return sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
 
     def has_all_passes(self, watch: PassWatch) -> bool:
-        """Whether a step had all passes of the one before; the first has all that there are.
+        """Whether a step had all passes of the step before; the first step always has.
 
         A layer has no backward if nothing in it is trained, or its output is not used.
         """
@@ -480,7 +490,7 @@ class BudgetStudy:
         return seen <= self._seen
 
     def refuse(self, names: Set[str]) -> None:
-        """Recompute no layer of these names any more: it would not do the same again."""
+        """Recompute no layer of these names any more: it gives other values when it runs again."""
         if not any(each.may_recompute and each.name in names for each in self.profile.layers):
             return
         layers = (
@@ -596,7 +606,9 @@ class BudgetStudy:
         self._hardware = measured_hardware(self._hardware, trace)
 
     def note(self, peak_bytes: int, step_s: float) -> None:
-        """Note what a step cost that was not measured pass by pass. It is planned again if over.
+        """Note what a step cost that was not measured pass by pass.
+
+        If it was over the budget, another plan is searched for.
 
         Args:
             peak_bytes: its peak.
@@ -716,7 +728,7 @@ class BudgetStudy:
         raise self._too_small(smallest_bytes, error.price) from None
 
     def _settle(self) -> None:
-        """Stay with the plan, or with one that was measured to be faster, or to fit."""
+        """Settle on the current plan, or on another that was measured to be faster, or to fit."""
         self.phase, self._searches = Phase.SETTLED, False
         best, now, enough_s = self._fastest(), self._now, math.inf
         fits = now.measured is not None and now.needs_bytes <= self.budget_bytes
@@ -762,7 +774,7 @@ class BudgetStudy:
         self._now = _Followed(plan, at_first or _cost_of(plan))
 
     def _begun(self) -> StepProfile:
-        """Return the profile with what is in use when a step begins, and what its end needs."""
+        """Return the profile with the memory that a step begins with, and that its end needs."""
         return dataclasses.replace(
             self.profile,
             fixed_bytes=self._begin_bytes,
@@ -771,11 +783,11 @@ class BudgetStudy:
         )
 
     def _corrected(self, plan: Plan) -> StepProfile:
-        """Return the profile of all forwards, with what the layers need if they run by a plan."""
+        """Return the profile of all forwards, with the memory that layers need under a plan."""
         return self._corrections.apply(self._begun(), plan).with_forwards(self.num_forwards)
 
     def _timing(self, num_forwards: int | None = None) -> CautiousTiming:
-        """Return what predicts plans of a step, with what their layers were measured to need."""
+        """Return the predictor of this step, which adds what layers were measured to need."""
         return CautiousTiming(
             self._begun(),
             self._hardware,
@@ -787,7 +799,7 @@ class BudgetStudy:
         return self._timing().predict(self.plan)
 
     def _predict_now(self) -> Prediction:
-        """Give the plan that is followed what is predicted of it now, before it is measured."""
+        """Renew the prediction of the plan that is followed."""
         plan, prediction = self.plan, self._predict()
         step_s, bound_s = prediction.step_s, plan.bound_s
         if bound_s is not None and plan.step_s:
@@ -831,7 +843,11 @@ class BudgetStudy:
                 margins -= 1
 
     def _device_bytes(self, margins: int) -> int:
-        """Return what plans may take that leave so many margins free, and what steps were over."""
+        """Return the memory that a plan may use.
+
+        Args:
+            margins: how many margins it leaves free, beside what steps were over the budget.
+        """
         return max(0, self.budget_bytes - self._over_bytes - margins * self._margin_bytes)
 
     def _find(self, margins: int) -> Plan:
