@@ -132,7 +132,11 @@ ELSEWHERE = {
     "runtime/compiled.py": {"torch._C._dynamo.eval_frame"},  # what it has there may be missing
     "devices/device.py": {"torch._C._autograd._profiler_enabled"},  # devices are below that file
     "devices/simulated.py": {"torch.UntypedStorage._new_with_weak_ptr"},  # likewise
-    "stores/measured_memory.py": {"torch._C._accelerator_setAllocatorSettings"},  # and stores
+    "stores/measured_memory.py": {  # and stores
+        "torch._C._accelerator_setAllocatorSettings",
+        "torch._C._accelerator_isAllocatorInitialized",
+        "torch._C._accelerator_getDeviceStats",
+    },
     "interop/pipelining.py": {"torch.distributed.pipelining.stage._PipelineStageBase"},  # heavy
     "tools/run.py": {"torch.jit._recursive"},  # it is replaced there while a script runs
 }

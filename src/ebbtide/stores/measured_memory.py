@@ -23,7 +23,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import psutil
 import torch
@@ -409,9 +409,9 @@ class DeviceMemory(AbstractMemory):
 
 def _stats_of(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
     """Return what torch's allocator counts of a device, by kind, pool, and what of it."""
-    core: Any = torch._C  # what `torch.accelerator.memory_stats` flattens and sorts, which is slow
-    if core._accelerator_isAllocatorInitialized():
-        return core._accelerator_getDeviceStats(device.index)  # type: ignore[no-any-return]
+    if torch._C._accelerator_isAllocatorInitialized():
+        # What `torch.accelerator.memory_stats` returns flattened and sorted, which takes long.
+        return torch._C._accelerator_getDeviceStats(device.index)
     return {kind: {"all": {"current": 0, "peak": 0}} for kind in (_USED, _RESERVED)}
 
 
