@@ -794,6 +794,32 @@ class ExpandedConstant(Block):
         return x.sin()
 
 
+class OutOfPart(Block):
+    """A part of a buffer is filled by `out=`, and the rest is read, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("padded", torch.zeros(ROWS + 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mul(x, 2, out=self.padded[1:])
+        return (self.linear(x) * self.padded[:ROWS].clone()).sin()
+
+
+class OutOfInput(Block):
+    """A running mean is what `out=` fills, and one of the inputs, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.lerp(self.mean, x.mean(0), 0.1, out=self.mean)
+        return (self.linear(x) * self.mean.clone()).sin()
+
+
 def weights_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
     value = loss(model, inputs)
     with torch.no_grad():
@@ -836,6 +862,8 @@ def inputs_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
         (Placed, weights_are_replaced),
         (Expanded, None),
         (ExpandedConstant, None),
+        (OutOfPart, None),
+        (OutOfInput, None),
     ],
 )
 def test_what_a_second_forward_would_not_do_again(make: Any, backward: Any, mode: str) -> None:

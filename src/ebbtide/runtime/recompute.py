@@ -167,7 +167,6 @@ class _Traits(NamedTuple):
 
     Attributes:
         writes: places and names of the arguments that it writes.
-        fills: names of the arguments that it writes and does not read.
         is_view: whether its result is a view of an argument.
         draws: whether it may draw random numbers.
         leaves_blank: whether the memory of its result has no values yet.
@@ -179,7 +178,6 @@ class _Traits(NamedTuple):
     """
 
     writes: tuple[int | str, ...]
-    fills: frozenset[str]
     is_view: bool
     draws: bool
     leaves_blank: bool
@@ -238,20 +236,16 @@ def _traits_of(function: Any) -> _Traits | None:
     if name in _WITHOUT_EFFECT:
         return None
     writes: list[int | str] = [*_UNSAID_WRITES.get(name, ())]
-    fills = set()
     for place, argument in enumerate(schema.arguments):
         alias = argument.alias_info
         if alias is not None and alias.is_write:
             writes.append(argument.name if argument.kwarg_only else place)
-            if argument.is_out:
-                fills.add(argument.name)
     space = function.namespace
     completes = name == "_c10d_functional::wait_tensor"
     if completes:
         writes = [0]  # what a collective fills has its values only then
     return _Traits(
         tuple(writes),
-        frozenset(fills),
         not writes and any(each.alias_info is not None for each in schema.returns),
         torch.Tag.nondeterministic_seeded in function.tags or space not in ("aten", "prims"),
         name in _BLANK,
@@ -813,7 +807,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
                     continue
                 slot = self._slots.get(address)
                 if slot is None:
-                    slot = self._take_in(tensor, address, fills=place in traits.fills)
+                    slot = self._take_in(tensor, address)
                 self._blank.discard(slot)
                 slots.append(slot)
         return tuple(slots)
@@ -826,21 +820,20 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             self._recording.begins[slot] = storage.nbytes(), tensor.device
             self._blank.add(slot)
 
-    def _take_in(self, tensor: Tensor, address: int, *, fills: bool) -> int:
-        """Number a storage from outside that the layer writes, and copy what was in it before."""
+    def _take_in(self, tensor: Tensor, address: int) -> int:
+        """Number a storage from outside that the layer writes, and copy what was in it before.
+
+        What an operation is given as `out=` may be a part of its storage, and one of its inputs.
+        """
         storage = tensor.untyped_storage()
         slot = self._number(storage)
-        begins = self._recording.begins
-        if fills and address not in self._outer_addresses:
-            begins[slot] = storage.nbytes(), tensor.device
-            return slot
         before = bytes_of(storage, torch.empty(0, dtype=torch.uint8, device=tensor.device)).clone()
         outer = self._recording.outer
         for each in outer:
             if each.tensor is not None and address_of(each.tensor) == address:
                 each.tensor = each.memory = _Part.of(each.tensor, slot).lay(before)
                 each.version = each.tensor._version
-        begins[slot] = copied = _FromOutside(before, before, before._version)
+        self._recording.begins[slot] = copied = _FromOutside(before, before, before._version)
         outer.append(copied)
         return slot
 
