@@ -794,6 +794,30 @@ class ExpandedConstant(Block):
         return x.sin()
 
 
+class Gaps(Block):
+    """Adds up a part of a parameter, whose rows are further apart in memory than they are long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.table[:, :32]
+        return (self.linear(x) * (part / part.norm()).sum()).sin()
+
+
+class Scored(Block):
+    """The kernel that multiplies a matrix and a vector adds up as their addresses are aligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(50, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return (x * (self.scores @ x[0]).sum()).sin()
+
+
 class OutOfPart(Block):
     """A part of a buffer is filled by `out=`, and the rest is read, too."""
 
@@ -862,12 +886,26 @@ def inputs_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
         (Placed, weights_are_replaced),
         (Expanded, None),
         (ExpandedConstant, None),
+        (Gaps, None),
         (OutOfPart, None),
         (OutOfInput, None),
     ],
 )
 def test_what_a_second_forward_would_not_do_again(make: Any, backward: Any, mode: str) -> None:
     recomputed(build(make), mode, backward=backward)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_in_the_midst_of_other_memory(mode: str) -> None:
+    """Weights begin anywhere where all of a model's are one flat tensor, or a mapped file."""
+
+    def flatten(model: nn.Module) -> nn.Module:
+        for layer in model.layers:
+            flat = torch.empty(layer.scores.numel() + 1)[1:]
+            layer.scores.data = flat.view_as(layer.scores).copy_(layer.scores.data)
+        return model
+
+    recomputed(build(Scored), mode, prepare=flatten)
 
 
 def test_a_layer_that_changes_its_input() -> None:

@@ -653,15 +653,20 @@ class RecomputedTensor(AbstractProbed):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor that is laid out in memory as the tensor is.
+    """Return a copy of a tensor whose elements are at the same places in memory.
 
-    Operations lay out their results as their arguments are, and a clone of an expanded tensor is
-    laid out otherwise. Where memory has gaps, a clone keeps the order of the dimensions.
+    Kernels lay out their results as their arguments are. In what order they add up depends on the
+    gaps between the elements, and on how the first one's address is aligned.
     """
-    reach = _reach(tensor)
-    if not 0 < reach <= tensor.numel():
+    if 0 in tensor.shape:
         return tensor.clone()
-    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    part, reach = _Part.of(tensor, 0), _reach(tensor)
+    elements = torch.empty(0, dtype=part.dtype, device=tensor.device)
+    elements.set_(tensor.untyped_storage(), part.offset, (reach,), (1,))
+    lead = tensor.data_ptr() % _ALIGNED_BYTES // tensor.itemsize
+    copied = elements.new_empty(lead + reach)
+    copied[lead:] = elements
+    return part._replace(offset=lead).lay(copied)
 
 
 def _reach(tensor: Tensor) -> int:
@@ -950,6 +955,8 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
         if self._verifies:
             self._meter.num_verifying += 1
         recording.end()
+        for each in recording.outer:
+            self._copy_outer(each)  # before what is computed from it is compared
         reason = self._reason
         if not reason and self._verifies:
             reason = self._verify()
@@ -963,23 +970,30 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
             return
         for each in recording.outer:
             if each.tensor is not None:
-                each.saved = self._save_outer(each)
+                each.saved = each.saved or self._save_outer(each)
                 each.tensor = each.memory = None
         size_bytes = sum(self._sizes[slot] for slot in recording.handles)
         num_saved = sum(recording.handles.values())
         recording.call = RecomputedLayer(layer, self._hooks.log, size_bytes, num_saved)
         self._hooks.activations.add_recomputed(recording, recording.call)
 
+    def _copy_outer(self, each: _FromOutside) -> None:
+        """Copy a tensor from outside that may change before backward without an error."""
+        tensor, memory = each.tensor, each.memory
+        if tensor is None or memory is None or not address_of(tensor):
+            return
+        # The program may change a bias before backward, which autograd would not notice.
+        if _reach(memory) * memory.itemsize <= COPIED_BYTES and self._hooks.is_weight(tensor):
+            copied = _copy(memory)
+            each.saved = copied, copied._version, None
+        elif memory.is_inference():  # no version would tell of changes, and autograd saves none
+            each.memory = _copy(memory)
+
     def _save_outer(self, each: _FromOutside) -> Saved:
         tensor, memory = each.tensor, each.memory
         assert tensor is not None and memory is not None
         if not address_of(tensor):
             return self._hooks.pack(tensor)
-        # The program may change a bias before backward, which autograd would not notice.
-        if tensor.nbytes <= COPIED_BYTES and self._hooks.is_weight(tensor):
-            return _copy(memory), 0, None
-        if memory.is_inference():  # no version would tell of changes, and autograd saves none
-            return self._hooks.pack(_copy(memory))
         if address_of(tensor) != address_of(memory):
             return self._hooks.pack(memory)
         if _version_of(tensor) != each.version:  # unseen, so that backward must raise an error
@@ -1029,6 +1043,7 @@ class Recorder(OwnMode):  # type: ignore[no-untyped-call]
 
 
 COPIED_BYTES: Final = 64 * 2**10
+_ALIGNED_BYTES: Final = 256  # kernels ask for no more
 COMPILED: Final = "is compiled, so that no operations of it can run again by themselves"
 _DIFFERS: Final = "gives other values when it runs again"
 _SAMPLED: Final = 256
