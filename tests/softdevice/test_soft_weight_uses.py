@@ -727,3 +727,59 @@ def test_script_modules_in_layers_keep_their_weights_on_the_device(device: torch
     assert all(map(torch.equal, found, plain))
     for name, parameter in model.named_parameters():
         assert parameter.device.type == (device.type if "scripted" in name else "cpu")
+
+
+class _Adapted(nn.Module):
+    """A layer with a low-rank term beside it, which is made where the layer's weight is."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.terms = nn.ParameterList()
+
+    def add(self) -> None:
+        place = self.layer.weight.device
+        for shape in ((WIDTH, 2), (2, WIDTH)):
+            self.terms.append(nn.Parameter(torch.full(shape, 0.1).to(place)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        for first, second in zip(self.terms[::2], self.terms[1::2], strict=True):
+            y = y + x @ first @ second
+        return y
+
+
+@pytest.mark.parametrize("layers", [None, ["*.0"]])
+@pytest.mark.parametrize("is_brought", [False, True])
+@pytest.mark.parametrize("mode", [None, "offload", "recompute+offload"])
+def test_adapters_that_come_to_layers_whose_weights_rest(
+    device: torch.device, mode: Any, is_brought: bool, layers: list[str] | None
+) -> None:
+    """Some come before the first step, some between two steps; in layers, or around them."""
+    options: dict[str, Any] = {"weights": ebbtide.WeightPolicy(), "layers": layers}
+    if mode is not None:
+        options["activations"] = ebbtide.ActivationPolicy(min_bytes=1, mode=mode)
+    if is_brought:
+        options["device"] = device
+
+    def train(*, offloaded: bool) -> list[Tensor]:
+        model = _model(torch.device("cpu") if is_brought else device)
+        handle = ebbtide.offload(model, **options) if offloaded else None
+        model.to(device).requires_grad_(False)
+        adapted = [_Adapted(layer[0]) for layer in model]
+        for layer, replacement in zip(model, adapted, strict=True):
+            layer[0] = replacement
+            replacement.add()
+        trained = (p for p in model.parameters() if p.requires_grad)
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        losses = []
+        for number in range(4):
+            if number == 2:
+                adapted[-1].add()
+                optimizer.add_param_group({"params": list(adapted[-1].terms[2:])})
+            losses.append(_step(model, optimizer, device, number))
+        if handle is not None:
+            handle.detach()
+        return [each.cpu() for each in (*losses, *_values(model))]
+
+    assert all(map(torch.equal, train(offloaded=True), train(offloaded=False)))

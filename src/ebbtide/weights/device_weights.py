@@ -225,6 +225,8 @@ class DeviceWeights(AbstractWeights):
         self._gradients = Gradients()
         self._closed = False
         super().__init__(*args, **kwargs)
+        model = self._model()
+        self._known = weakref.WeakSet(() if model is None else model.modules())
         for module in self._holders():
             module._parameters = SubstitutingDict(module._parameters, self)
         wait_for_scales()
@@ -315,7 +317,26 @@ class DeviceWeights(AbstractWeights):
         self._release_all()
         self._check_views()
         self._adopt_all()
+        self._bring_added()
         let_compiled_code_take(DeviceParameter)
+
+    def _bring_added(self) -> None:
+        """Bring parameters to the device that have come to the model since, such as adapters.
+
+        A library puts an adapter where the weight is that it adapts, which is on the host.
+        """
+        model = self._model()
+        layers = {inner for module, _ in self._used for inner in module.modules()}
+        for module in () if model is None else model.modules():
+            if module in self._known and module not in layers:
+                continue  # what was on the host all the time beside the layers is to be there
+            for parameter in module._parameters.values():
+                if type(parameter) is not nn.Parameter or parameter in self:
+                    continue
+                if parameter.device.type == "cpu":
+                    gradient, parameter.grad = parameter.grad, None
+                    parameter.data = parameter.data.to(self._home)
+                    parameter.grad = None if gradient is None else gradient.to(self._home)
 
     def _copies_to_wait_for(self) -> list[AbstractEvent]:
         """The copies that must have ended before the program goes on; none while weights work."""
