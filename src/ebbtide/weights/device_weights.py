@@ -326,8 +326,10 @@ class DeviceWeights(AbstractWeights):
         A library puts an adapter where the weight is that it adapts, which is on the host.
         """
         model = self._model()
+        if model is None or self._home.type == "cpu":
+            return
         layers = {inner for module, _ in self._used for inner in module.modules()}
-        for module in () if model is None else model.modules():
+        for module in model.modules():
             if module in self._known and module not in layers:
                 continue  # what was on the host all the time beside the layers is to be there
             for parameter in module._parameters.values():
