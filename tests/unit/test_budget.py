@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,25 @@ def test_a_budget_that_nothing_fits_into_names_the_smallest(memory: LiveMemory) 
     handle.detach()
     train(model, 1)  # nothing is left over
     settle(model, int(caught.value.smallest_bytes * 1.5), memory).detach()
+
+
+def test_a_budget_that_the_first_step_alone_is_within_is_too_small(memory: LiveMemory) -> None:
+    """At its end the optimizer makes two states of each weight, which later steps begin with."""
+    model, alone = Model(), ActivationPolicy(min_bytes=1, max_inflight_bytes=0)
+    with ebbtide.offload(model, activations=alone):
+        memory.reset_peak()
+        (first_bytes,) = train(model, 1, memory)
+    budget = first_bytes + sum(each.nbytes for each in model.parameters())
+    model = Model()
+    with (
+        warnings.catch_warnings(record=True) as said,
+        ebbtide.offload(model, budget=budget, activations=SMALL),
+    ):
+        warnings.simplefilter("always")
+        with pytest.raises(BudgetError) as raised:
+            train(model, 4, memory)
+    assert raised.value.smallest_bytes > budget
+    assert len(said) == 1, "of the second step"
 
 
 def test_a_budget_found_too_small_by_measuring_names_a_price(memory: LiveMemory) -> None:

@@ -773,7 +773,9 @@ class BudgetController:
                 self._warn_of_shortage(self._budget_bytes)
             elif watch is not None and ended:
                 self._warn_of_peak(peak_bytes)
-                self._has_fitted |= peak_bytes <= self._budget_bytes
+                # On a CPU it had nothing in flight, and no room was left for an optimizer's state.
+                is_alike = self._device.type != "cpu"
+                self._has_fitted |= is_alike and peak_bytes <= self._budget_bytes
                 found = self._study_recorded(running.kind, watch, step_s, was_full=was_full)
                 self._studies.add(running.kind, found)
             return
